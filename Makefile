@@ -1,0 +1,85 @@
+# Everything starts here: `make help` lists the commands. Each one first sets up .venv if it is missing or stale.
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints/cpu.txt
+WORKERS     ?= 2
+ARGS        ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Fixed here so that a run does not depend on the caller's shell. A spinning OpenMP pool slows small operations badly
+# on shared cores, and Triton's default for fused multiply-add changes between releases.
+export OMP_WAIT_POLICY          ?= PASSIVE
+export GOMP_SPINCOUNT           ?= 0
+export TRITON_DEFAULT_FP_FUSION ?= 0
+export TORCHINDUCTOR_CACHE_DIR  ?= $(CURDIR)/.cache/inductor
+export HF_HUB_OFFLINE           ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-slow lint format typecheck check bench clean distclean
+
+help: ## List the commands
+	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Create .venv and install the project (again only when its requirements change)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; print("==> [1/3] Python %d.%d.%d" % v[:3], "into $(VENV)"); \
+	  sys.exit(0 if v >= (3, 11) else "dscompile needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@printf '==> [2/3] Build tools (versions of %s)\n' $(CONSTRAINTS)
+	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) setuptools wheel
+	@printf '==> [3/3] dscompile and what it needs; the first time this takes a minute or two\n'
+	@$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-build-isolation -e '.[test,dev]'
+	@touch $@
+
+demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognised
+	@printf '==> examples/quickstart.py\n'
+	@$(BIN)/python examples/quickstart.py $(ARGS)
+
+# One torch thread per test process: two processes on two cores beat two threads in one.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
+
+test: $(STAMP) ## Run the tests, but for the slow ones
+	@printf '==> pytest, %s processes, without the slow tests\n' $(WORKERS)
+	@$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: $(STAMP) ## Run every test
+	@printf '==> pytest, %s processes, every test\n' $(WORKERS)
+	@$(PYTEST) $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests only
+	@printf '==> pytest, %s processes, slow tests only\n' $(WORKERS)
+	@$(PYTEST) -m slow $(ARGS)
+
+lint: $(STAMP) ## Check style and formatting (ruff)
+	@printf '==> ruff check\n'
+	@$(BIN)/ruff check .
+	@printf '==> ruff format --check\n'
+	@$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Rewrite the sources in the project's style (ruff)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+typecheck: $(STAMP) ## Check the types (mypy)
+	@printf '==> mypy\n'
+	@$(BIN)/mypy
+
+check: lint typecheck test ## Lint, type check and tests
+
+bench: $(STAMP) ## Run the benchmarks, one after the other
+	@set -e; for script in benchmarks/bench_*.py; do \
+	  test -f "$$script" || { echo 'no benchmarks/bench_*.py to run'; exit 1; }; \
+	  printf '==> %s\n' "$$script"; OMP_NUM_THREADS=$(WORKERS) $(BIN)/python "$$script" $(ARGS); done
+
+clean: ## Remove caches and build products, keep .venv
+	@printf '==> removing caches and build products\n'
+	@rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find dscompile passes templates tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	@rm -rf $(VENV)
