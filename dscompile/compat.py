@@ -1,0 +1,170 @@
+"""The one place that knows how supported releases of torch, Triton and the extras differ.
+
+Nothing is imported or looked up when this module loads: versions come from the installed packages' metadata on the
+first question. A release difference is either a `Feature` (a name, a package and the first release that has it, asked
+for with `has`) or a small function below that hides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+Version = tuple[int, int, int]
+
+# What `pip install 'dscompile[EXTRA]'` brings, as the module to import and the distribution that holds it.
+EXTRAS: dict[str, tuple[str, str]] = {
+    "transformers": ("transformers", "transformers"),
+    "gpu": ("cutlass", "nvidia-cutlass-dsl"),
+}
+
+
+class MissingExtraError(ImportError):
+    """A feature was asked for whose optional dependency is not installed."""
+
+
+def require_extra(extra: str) -> ModuleType:
+    """The module that `extra` provides, imported.
+
+    Raises `MissingExtraError` with one line that names the extra if its package is not installed, and `ValueError` if
+    there is no such extra.
+    """
+    if extra not in EXTRAS:
+        raise ValueError(f"unknown extra {extra!r}; dscompile has: {', '.join(sorted(EXTRAS))}")
+    module, distribution = EXTRAS[extra]
+    if importlib.util.find_spec(module) is None:
+        raise MissingExtraError(
+            f"this needs {distribution}, which is not installed: pip install 'dscompile[{extra}]'", name=module
+        )
+    return importlib.import_module(module)
+
+
+def has_extra(extra: str) -> bool:
+    """Whether `require_extra(extra)` would find its package; imports nothing. An unknown name is simply not there."""
+    return extra in EXTRAS and importlib.util.find_spec(EXTRAS[extra][0]) is not None
+
+
+def parse_version(text: str) -> Version:
+    """(major, minor, patch) of a version such as `2.14.0a0+git1a2b`; what follows the numbers is ignored.
+
+    A pre-release therefore counts as its release. Raises `ValueError` if the text does not start with a number.
+    """
+    match = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text.strip())
+    if match is None:
+        raise ValueError(f"not a version: {text!r}")
+    major, minor, patch = (int(part or 0) for part in match.groups())
+    return major, minor, patch
+
+
+@functools.cache
+def version_text(distribution: str) -> str | None:
+    """The version of an installed distribution as it names itself (with `+cpu` and the like); None if not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version(distribution: str) -> Version | None:
+    """`parse_version` of an installed distribution; None if it is not installed."""
+    text = version_text(distribution)
+    return None if text is None else parse_version(text)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a package has only from a release on (seen working or failing in the releases around it)."""
+
+    distribution: str
+    since: Version
+    note: str
+
+
+FEATURES: dict[str, Feature] = {
+    "torch.graph_pass_list": Feature("torch", (2, 13, 0), "Inductor takes several custom graph passes, not one"),
+    "torch.compile_region_name": Feature("torch", (2, 13, 0), "compile_fx names the region it compiles"),
+    "torch.aot_compile": Feature("torch", (2, 13, 0), "a compiled function has aot_compile without a setting"),
+    "torch.default_backend": Feature("torch", (2, 13, 0), "torch.compiler.set_default_backend"),
+    "torch.precompile": Feature("torch", (2, 14, 0), "torch.compiler.precompile"),
+    "torch.e4m3_cast_saturates": Feature("torch", (2, 13, 0), "fp32 to float8_e4m3fn clips to 448 instead of NaN"),
+    "torch.scaled_mm_rowwise_cpu": Feature("torch", (2, 13, 0), "row-wise _scaled_mm on the CPU"),
+    "triton.gluon": Feature("triton", (3, 8, 0), "Gluon compiles ahead of time, with mbarriers and async TMA loads"),
+    "triton.gluon_two_cta": Feature("triton", (3, 9, 0), "Gluon with two_ctas: cta_group::2"),
+    "triton.nvfp4_on_hopper": Feature("triton", (3, 8, 0), "dot_scaled with E4M3 scales compiles for sm_90a"),
+    "triton.interpreted_dot_scaled": Feature("triton", (3, 8, 0), "the interpreter runs dot_scaled"),
+}
+
+
+def has(feature: str) -> bool:
+    """Whether the installed releases have `feature`, a key of `FEATURES`; False where the package is missing."""
+    if feature not in FEATURES:
+        raise ValueError(f"unknown feature {feature!r}; known: {', '.join(sorted(FEATURES))}")
+    wanted = FEATURES[feature]
+    installed = version(wanted.distribution)
+    return installed is not None and installed >= wanted.since
+
+
+def register_fake(library: torch.library.Library, op: str, fake: Callable[..., Any]) -> None:
+    """Give `op` (`namespace::name`) its fake kernel, replacing one that is there already.
+
+    torch 2.11 refuses the replacement unless told otherwise; later releases allow it.
+    """
+    import torch
+
+    torch.library.register_fake(op, fake, lib=library, allow_override=True)
+
+
+def graph_passes(passes: Sequence[CustomGraphPass]) -> Any:
+    """`passes` in the form that Inductor's custom pass settings take: None for none, else run in the given order.
+
+    Releases before 2.13 take a single pass, so several are wrapped into one whose `uuid` covers them all.
+    """
+    if not passes:
+        return None
+    if len(passes) == 1:
+        return passes[0]
+    return list(passes) if has("torch.graph_pass_list") else _one_pass(tuple(passes))
+
+
+def _one_pass(passes: tuple[CustomGraphPass, ...]) -> CustomGraphPass:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Sequential(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for each in passes:
+                each(graph)
+
+        def uuid(self) -> Any | None:
+            ids = tuple(each.uuid() for each in passes)
+            return None if None in ids else ids  # one pass that refuses caching refuses it for all
+
+    return Sequential()
+
+
+def compile_fx(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    config_patches: dict[str, Any] | None = None,
+    region_name: str | None = None,
+) -> Callable[..., Any]:
+    """Inductor's `compile_fx`; `region_name` is dropped by releases that do not know it. Takes over `module`."""
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    extra: dict[str, Any] = {}
+    if region_name is not None and has("torch.compile_region_name"):
+        extra["compile_region_name"] = region_name
+    compiled = inductor_compile_fx(module, list(example_inputs), config_patches=config_patches, **extra)
+    assert callable(compiled)
+    return compiled

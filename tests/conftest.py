@@ -1,0 +1,78 @@
+"""Fixtures and settings that every test shares."""
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before torch is imported: a spinning OpenMP pool slows small operations badly on shared cores, and compiled kernels
+# should land where `make clean` finds them. Values that the caller set stay.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+# Shared machines are too noisy for deadlines, and a failure must come back on the next run.
+settings.register_profile("dscompile", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+settings.load_profile("dscompile")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state, whatever ran before it in the process."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what a test module compiled, so that no later module runs into Dynamo's recompile limit."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The top folder of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def conformance_dir() -> Path:
+    """The folder with the reference numbers; its README lists the files."""
+    return ROOT / "tests" / "data" / "conformance"
+
+
+@pytest.fixture(scope="session")
+def conformance(conformance_dir: Path) -> Callable[[str], dict[str, torch.Tensor]]:
+    """`conformance("parts")` loads `parts.safetensors` once a session. Treat the tensors as read-only."""
+    loaded: dict[str, dict[str, torch.Tensor]] = {}
+
+    def load(name: str) -> dict[str, torch.Tensor]:
+        if name not in loaded:
+            loaded[name] = load_file(conformance_dir / f"{name}.safetensors")
+        return loaded[name]
+
+    return load
