@@ -1,0 +1,243 @@
+"""`KVFormat`: how one row of a KV cache is rounded and laid out in bytes, as data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dscompile.formats import numeric
+from dscompile.formats.pages import PageLayout
+
+Payload = Literal["e4m3", "e2m1", "bf16", "fp16", "fp32"]
+Scale = Literal["none", "ue8m0", "e4m3", "fp32"]
+
+PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PAYLOAD_MAX = {"e4m3": numeric.E4M3_MAX, "e2m1": numeric.E2M1_MAX}
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """One row layout: `payload | bf16 tail | scales | pad`, all bytes.
+
+    A group of `group` values shares one scale. With `amax = max(max|x|, amax_floor)` the scale is `amax / max` of the
+    payload type (6 or 448), rounded to the scale's own format before it is used, so reader and writer agree:
+
+    - "ue8m0": up to a power of two, one byte. The quotient is `amax * fp32(1 / max)`.
+    - "e4m3": to nearest E4M3, one byte. The quotient is a true division, clamped to 448.
+    - "fp32": four bytes, little-endian; kept as it is, or rounded up to a power of two with `pow2`.
+
+    The payload is the value divided by the rounded scale, clamped to +-max, rounded to nearest with ties to the even
+    code. -0 is kept. A NaN makes its own group NaN and nothing else (a plain format keeps just that NaN). An infinity
+    makes its group NaN, except with an E4M3 scale, where the group saturates (amax 448 * 6).
+
+    Attributes:
+        name: the key in `FORMATS`.
+        payload: type of the values; "e2m1" packs two to a byte, the even element in the low nibble.
+        group: values per scale; 0 for a plain row.
+        scale: type of the scales; "none" for a plain row.
+        amax_floor: smallest amax, keeps the scale of an all-zero group positive.
+        pow2: for fp32 scales, round up to a power of two.
+        tail: how many of the last values stay bf16.
+        pad_bytes: zero bytes after the scales of every row, part of the scales.
+        page: how rows are arranged in a page.
+    """
+
+    name: str
+    payload: Payload
+    group: int = 0
+    scale: Scale = "none"
+    amax_floor: float = 0.0
+    pow2: bool = False
+    tail: int = 0
+    pad_bytes: int = 0
+    page: PageLayout = PageLayout()
+
+    def __post_init__(self) -> None:
+        plain = self.payload in PLAIN_DTYPES
+        if not plain and self.payload not in _PAYLOAD_MAX:
+            raise ValueError(f"{self.name}: payload {self.payload!r}, allowed: {[*_PAYLOAD_MAX, *PLAIN_DTYPES]}")
+        if plain and (self.group or self.tail or self.pad_bytes or self.scale != "none"):
+            raise ValueError(f"{self.name}: a plain {self.payload} row has no group, tail, pad or scale")
+        if not plain and self.scale not in ("ue8m0", "e4m3", "fp32"):
+            raise ValueError(f"{self.name}: scale {self.scale!r}, allowed: ['ue8m0', 'e4m3', 'fp32']")
+        if not plain and (self.group < 2 or self.group % 2):
+            raise ValueError(f"{self.name}: group {self.group}, allowed: an even number of values")
+        if not plain and self.amax_floor <= 0:
+            raise ValueError(f"{self.name}: amax_floor {self.amax_floor}, allowed: > 0 (scale of an all-zero group)")
+
+    # Widths
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a row without scales."""
+        return self.payload in PLAIN_DTYPES
+
+    @property
+    def scale_itemsize(self) -> int:
+        """Bytes of one scale."""
+        return {"none": 0, "fp32": 4}.get(self.scale, 1)
+
+    def check_dim(self, dim: int) -> None:
+        """ValueError unless a row of `dim` values has whole groups."""
+        if self.is_plain:
+            return
+        quantised = dim - self.tail
+        if quantised <= 0 or quantised % self.group:
+            tail = f" + {self.tail} bf16 values" if self.tail else ""
+            raise ValueError(f"{self.name}: dim {dim}, allowed: a positive multiple of the group {self.group}{tail}")
+
+    def payload_bytes(self, dim: int) -> int:
+        """Bytes of a row's values, bf16 tail included."""
+        self.check_dim(dim)
+        if self.is_plain:
+            return dim * PLAIN_DTYPES[self.payload].itemsize
+        quantised = dim - self.tail
+        return (quantised // 2 if self.payload == "e2m1" else quantised) + 2 * self.tail
+
+    def scale_bytes(self, dim: int) -> int:
+        """Bytes of a row's scales, pad included."""
+        self.check_dim(dim)
+        groups = 0 if self.is_plain else (dim - self.tail) // self.group
+        return groups * self.scale_itemsize + self.pad_bytes
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of `dim` values."""
+        return self.payload_bytes(dim) + self.scale_bytes(dim)
+
+    # Values -> bytes
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., D] fp32, bf16 or fp16 -> (payload uint8 [..., payload_bytes], scales uint8 [..., scale_bytes])."""
+        self._check_input(x)
+        if self.is_plain:
+            payload = _as_bytes(x.to(PLAIN_DTYPES[self.payload]))
+            return payload, payload[..., :0]
+        head, tail = self._split_tail(x)
+        values, stored, _ = self._quantise(head)
+        if self.payload == "e2m1":
+            payload = numeric.e2m1_to_bytes(values.flatten(-2))
+        else:
+            payload = values.flatten(-2).view(torch.uint8)
+        scales = self._scale_to_bytes(stored)
+        if tail is not None:
+            payload = torch.cat((payload, _as_bytes(tail.to(torch.bfloat16))), -1)
+        if self.pad_bytes:
+            scales = torch.cat((scales, scales.new_zeros((*x.shape[:-1], self.pad_bytes))), -1)
+        return payload, scales
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[..., D] fp32, bf16 or fp16 -> uint8 [..., row_bytes(D)]: the payload, then the scales."""
+        payload, scales = self.encode(x)
+        if self.is_plain:
+            return payload
+        return torch.cat((payload, scales), -1)
+
+    def fake_quant(self, x: Tensor) -> Tensor:
+        """`unpack(pack(x))` in x's shape and dtype, without going through bytes.
+
+        code * scale is exact in bf16 for the release's formats, so a packed cache loses nothing against a bf16 one.
+        """
+        self._check_input(x)
+        if self.is_plain:
+            return x.to(PLAIN_DTYPES[self.payload]).to(x.dtype)
+        head, tail = self._split_tail(x)
+        values, _, scale = self._quantise(head)
+        y = (values.to(torch.float32) * scale).flatten(-2).to(x.dtype)
+        return y if tail is None else torch.cat((y, tail.to(torch.bfloat16).to(x.dtype)), -1)
+
+    # Bytes -> values
+
+    def decode(self, payload: Tensor, scales: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(uint8 [..., payload_bytes], uint8 [..., scale_bytes]) -> [..., dim] of `dtype`.
+
+        The last dimension of both is dense (stride 1), and multi-byte parts (a plain row, the tail, fp32 scales)
+        start at an offset that is a multiple of their size, as torch's `view(dtype)` demands.
+        """
+        self._check_bytes("payload", payload, self.payload_bytes(dim))
+        self._check_bytes("scales", scales, self.scale_bytes(dim))
+        if self.is_plain:
+            return payload.view(PLAIN_DTYPES[self.payload]).to(dtype)
+        groups = (dim - self.tail) // self.group
+        head = payload[..., : payload.shape[-1] - 2 * self.tail] if self.tail else payload
+        scale = self._bytes_to_scale(scales[..., : groups * self.scale_itemsize] if self.pad_bytes else scales)
+        values = numeric.bytes_to_e2m1(head) if self.payload == "e2m1" else numeric.e4m3_to_float(head)
+        y = (numeric.split_groups(values, self.group) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        if not self.tail:
+            return y
+        tail = payload[..., payload.shape[-1] - 2 * self.tail :].view(torch.bfloat16)
+        return torch.cat((y, tail.to(dtype)), -1)
+
+    def unpack(self, rows: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """uint8 [..., row_bytes(dim)] -> [..., dim] of `dtype` (exact in float32)."""
+        self._check_bytes("rows", rows, self.row_bytes(dim))
+        split = self.payload_bytes(dim)
+        if self.is_plain:
+            return rows.view(PLAIN_DTYPES[self.payload]).to(dtype)
+        return self.decode(rows[..., :split], rows[..., split:], dim, dtype)
+
+    # Steps
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{self.name}: x has dtype {x.dtype}, allowed: {[str(d) for d in INPUT_DTYPES]}")
+        if x.dim() == 0:
+            raise ValueError(f"{self.name}: x has shape (), allowed: [..., dim]")
+        self.check_dim(x.shape[-1])
+
+    def _check_bytes(self, what: str, tensor: Tensor, width: int) -> None:
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"{self.name}: {what} have dtype {tensor.dtype}, allowed: torch.uint8")
+        if tensor.dim() == 0 or tensor.shape[-1] != width:
+            raise ValueError(f"{self.name}: {what} have shape {tuple(tensor.shape)}, allowed: [..., {width}]")
+
+    def _split_tail(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.tail:
+            return x, None
+        split = x.shape[-1] - self.tail
+        return x[..., :split], x[..., split:]
+
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., D] -> (values on the payload's grid [..., G, group], stored scale, float32 scale, both [..., G, 1]).
+
+        The stored scale is what the bytes follow from: int32 bits (ue8m0), float8_e4m3fn (e4m3), float32 (fp32).
+        """
+        grouped = numeric.split_groups(x.to(torch.float32), self.group)
+        amax = grouped.abs().amax(-1, keepdim=True).clamp(min=self.amax_floor)
+        stored = self._scale_from_amax(amax)
+        scale = self._scale_value(stored)
+        y = grouped / scale
+        return (numeric.round_e2m1(y) if self.payload == "e2m1" else numeric.to_e4m3(y)), stored, scale
+
+    def _scale_from_amax(self, amax: Tensor) -> Tensor:
+        largest = _PAYLOAD_MAX[self.payload]
+        if self.scale == "e4m3":
+            return (amax / largest).clamp(max=numeric.E4M3_MAX).to(torch.float8_e4m3fn)
+        quotient = amax * (1.0 / largest)
+        if self.scale == "ue8m0":
+            return numeric.power_of_two_bits(quotient)
+        return numeric.power_of_two_bits(quotient).view(torch.float32) if self.pow2 else quotient
+
+    def _scale_value(self, stored: Tensor) -> Tensor:
+        if self.scale == "ue8m0":
+            return stored.view(torch.float32)
+        return stored.to(torch.float32) if self.scale == "e4m3" else stored
+
+    def _scale_to_bytes(self, stored: Tensor) -> Tensor:
+        stored = stored.squeeze(-1)
+        if self.scale == "ue8m0":
+            return numeric.ue8m0_from_bits(stored)
+        return _as_bytes(stored)
+
+    def _bytes_to_scale(self, scales: Tensor) -> Tensor:
+        if self.scale == "ue8m0":
+            return numeric.ue8m0_to_float(scales)
+        if self.scale == "e4m3":
+            return numeric.e4m3_to_float(scales)
+        return scales.view(torch.float32)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """[..., D] -> uint8 [..., D * itemsize], little-endian; a view unless the last dimension has gaps."""
+    return x.contiguous().view(torch.uint8)
