@@ -1,0 +1,199 @@
+"""Attention of a query over its window rows and its selected compressed rows; keys and values are the same rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from dscompile.ops.checks import FLOATS, INTEGERS, Check
+from dscompile.ops.cost import Cost, costed
+from dscompile.ops.layout import check_rows, decode_rows
+from dscompile.ops.registry import define
+from dscompile.ops.rope import rope
+
+_CHECK = Check("sparse_attention")
+_CHUNK_ELEMENTS = 1 << 23
+"""Gathered key values held at a time; bounds the memory of long prompts."""
+_MAX_START = -1e30
+"""Where the running maximum starts: finite, so that a query without keys gives 0 and not NaN."""
+
+
+def _validate(
+    q: Tensor, window_kv: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    rope_q: bool, window_format: str, comp_format: str,
+) -> None:  # fmt: skip
+    _CHECK.rank("q", q, 4, "[B, T, H, D]")
+    _CHECK.dtype("q", q, FLOATS)
+    batch, tokens, heads, dim = q.shape
+    _CHECK.rank("window_kv", window_kv, 3, "[B, S, D or packed row]")
+    check_rows(_CHECK, "window_kv", window_kv, "window_format", window_format, dim)
+    _CHECK.that(window_kv.shape[0] == batch, "shape of window_kv", list(window_kv.shape), f"[{batch}, S, row]")
+    for name, tensor, shape in (("q_pos", q_pos, (batch, tokens)), ("window_start", window_start, (batch,))):
+        _CHECK.dtype(name, tensor, INTEGERS)
+        _CHECK.shape(name, tensor, shape)
+    _CHECK.positive("window", window)
+    if comp_kv is None:
+        _CHECK.that(comp_idx is None, "comp_idx", "given", "None without comp_kv")
+        _CHECK.that(n_visible is None, "n_visible", "given", "None without comp_kv")
+    else:
+        _CHECK.rank("comp_kv", comp_kv, 3, "[B, C, D or packed row]")
+        check_rows(_CHECK, "comp_kv", comp_kv, "comp_format", comp_format, dim)
+        _CHECK.that(comp_kv.shape[0] == batch, "shape of comp_kv", list(comp_kv.shape), f"[{batch}, C, row]")
+        one = (comp_idx is None) != (n_visible is None)
+        given = "both given" if comp_idx is not None else "both None"
+        _CHECK.that(one, "comp_idx and n_visible", given, "exactly one of them with comp_kv")
+    if comp_idx is not None:
+        _CHECK.rank("comp_idx", comp_idx, 3, "[B, T, K]")
+        _CHECK.dtype("comp_idx", comp_idx, INTEGERS)
+        _CHECK.shape("comp_idx", comp_idx, (batch, tokens, comp_idx.shape[2]))
+    if n_visible is not None:
+        _CHECK.dtype("n_visible", n_visible, INTEGERS)
+        _CHECK.shape("n_visible", n_visible, (batch, tokens))
+    if sink is not None:
+        _CHECK.dtype("sink", sink, FLOATS)
+        _CHECK.shape("sink", sink, (heads,))
+    _CHECK.that((cos is None) == (sin is None), "cos and sin", "only one given", "both or none")
+    if cos is None or sin is None:
+        _CHECK.that(not rope_q, "rope_q", rope_q, "False without cos and sin")
+    else:
+        _CHECK.rank("cos", cos, 3, "[B, T, rotated // 2]")
+        for name, tensor in (("cos", cos), ("sin", sin)):
+            _CHECK.dtype(name, tensor, FLOATS)
+            _CHECK.shape(name, tensor, (batch, tokens, cos.shape[2]))
+        _CHECK.that(2 * cos.shape[2] <= dim, "2 * last axis of cos", 2 * cos.shape[2], f"<= head size {dim}")
+
+
+def _gather_rows(rows: Tensor, index: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
+    """rows [B, S, width], index [B, t, M] in range -> values [B, t, M, D]; decodes whichever is fewer rows."""
+    batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
+    if index[0].numel() < rows.shape[1]:
+        return decode_rows(rows[batch, index], format, dim, dtype)
+    return decode_rows(rows, format, dim, dtype)[batch, index]
+
+
+def _window_index(q_pos: Tensor, window_start: Tensor, window: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Row index and validity [B, t, M] of the keys a query may see: at most `window` of the `rows` rows."""
+    start = window_start.view(-1, 1, 1)
+    if rows <= window:
+        index = torch.arange(rows, device=q_pos.device).expand(*q_pos.shape, rows)
+    else:
+        index = q_pos.unsqueeze(-1) - start - torch.arange(window - 1, -1, -1, device=q_pos.device)
+    key_pos = index + start
+    age = q_pos.unsqueeze(-1) - key_pos
+    valid = (index >= 0) & (index < rows) & (key_pos >= 0) & (age >= 0) & (age < window)
+    return index.clamp(0, max(rows - 1, 0)), valid
+
+
+def attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, scale: float) -> Tensor:
+    """q [B, t, H, D], keys [B, t, M, D], valid [B, t, M] -> [B, t, H, D] in q.dtype.
+
+    p = exp(scale * q . k - max) over the valid keys in fp32; the denominator also holds exp(sink - max); p is rounded
+    to q.dtype before it multiplies the keys. Without a valid key the result is 0. An invalid key is zeroed before it
+    is multiplied, because 0 * NaN is NaN.
+    """
+    keys = keys.float().masked_fill(~valid.unsqueeze(-1), 0.0)
+    mask = valid.unsqueeze(2)
+    logits = (torch.matmul(q.float(), keys.transpose(-1, -2)) * scale).masked_fill(~mask, _MAX_START)
+    top = torch.cat((logits, logits.new_full((*logits.shape[:-1], 1), _MAX_START)), -1).amax(-1, keepdim=True)
+    p = torch.exp(logits - top).masked_fill(~mask, 0.0)
+    total = p.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink.float().view(1, 1, -1, 1) - top)
+    out = torch.matmul(p.to(q.dtype).float(), keys) / total
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0).to(q.dtype)
+
+
+def sparse_attention(
+    q: Tensor, window_kv: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, scale: float, cos: Tensor | None,
+    sin: Tensor | None, rope_q: bool, window_format: str, comp_format: str,
+) -> Tensor:  # fmt: skip
+    """q [B, T, H, D] -> [B, T, H, D]; every head shares one key-value row per position.
+
+    window_kv [B, S, D or packed row], in order of position: key j of sequence b is at window_start[b] + j, and a query
+    at q_pos[b, t] sees it if that position is >= 0 and 0 <= q_pos - position < window.
+    comp_kv [B, C, D or packed row]: rows comp_idx [B, T, K] (-1 skips, a duplicate counts twice, another index outside
+    [0, C) raises IndexError), or every row j < n_visible[b, t]; exactly one of the two is given. A row may be seen
+    both as window and as compressed row.
+    sink [H] enters the denominator only. cos, sin [B, T, rotated / 2] of the queries: the output is rotated back by
+    them, and with rope_q the query is rotated first. Rows are read as q.dtype; see `attend` for the arithmetic.
+    """
+    _validate(q, window_kv, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, cos, sin, rope_q,
+              window_format, comp_format)  # fmt: skip
+    batch, tokens, _, dim = q.shape
+    if comp_kv is not None and comp_idx is not None:
+        _CHECK.index_range("comp_idx", comp_idx, -1, comp_kv.shape[1], "compressed rows; -1 skips")
+    elif comp_kv is not None and n_visible is not None:
+        rows = torch.arange(comp_kv.shape[1], device=q.device)
+        comp_idx = torch.where(rows < n_visible.unsqueeze(-1), rows, -1)
+    if cos is not None and sin is not None:
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        if rope_q:
+            q = rope(q, cos, sin, False)
+    per_query = min(window, window_kv.shape[1]) + (0 if comp_idx is None else comp_idx.shape[2])
+    step = max(1, _CHUNK_ELEMENTS // max(1, batch * per_query * dim))
+    if tokens > step:  # decoded once, not once a chunk
+        window_kv, window_format = decode_rows(window_kv, window_format, dim, q.dtype), "none"
+    out = torch.empty_like(q)
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        index, valid = _window_index(q_pos[:, part], window_start, window, window_kv.shape[1])
+        keys = _gather_rows(window_kv, index, window_format, dim, q.dtype)
+        if comp_kv is not None and comp_idx is not None:
+            index = comp_idx[:, part]
+            picked = _gather_rows(comp_kv, index.clamp_min(0), comp_format, dim, q.dtype)
+            keys, valid = torch.cat((keys, picked), 2), torch.cat((valid, index >= 0), 2)
+        out[:, part] = attend(q[:, part], keys, valid, sink, scale)
+    return out if cos is None or sin is None else rope(out, cos, sin, True)
+
+
+def _fake(
+    q: Tensor, window_kv: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, scale: float, cos: Tensor | None,
+    sin: Tensor | None, rope_q: bool, window_format: str, comp_format: str,
+) -> Tensor:  # fmt: skip
+    _validate(q, window_kv, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, cos, sin, rope_q,
+              window_format, comp_format)  # fmt: skip
+    return q.new_empty(q.shape)
+
+
+@costed
+def _cost(
+    B: Any, T: Any, H: Any, D: Any, S: Any, window: Any, C: Any, K: Any, window_row_bytes: Any, comp_row_bytes: Any,
+    x_bytes: Any = 2, index_bytes: Any = 8,
+) -> Cost:  # fmt: skip
+    """B * T queries of H heads, each over min(window, S) of S window rows and K of C compressed rows.
+
+    Rows read: of each kind the fewer of all rows and of those that the queries can reach.
+    """
+    window_rows = sympy.Min(S, window + T - 1)
+    comp_rows = sympy.Min(C, T * K)
+    read = B * (T * (H * D * x_bytes + K * index_bytes) + window_rows * window_row_bytes + comp_rows * comp_row_bytes)
+    return Cost(read, B * T * H * D * x_bytes, 4 * B * T * H * D * (sympy.Min(window, S) + K))
+
+
+def _sizes(
+    q: Tensor, window_kv: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, *rest: Any,
+) -> dict[str, Any]:  # fmt: skip
+    batch, tokens, heads, dim = q.shape
+    rows = 0 if comp_kv is None else comp_kv.shape[1]
+    return {
+        "B": batch, "T": tokens, "H": heads, "D": dim, "S": window_kv.shape[1], "window": window, "C": rows,
+        "K": rows if comp_idx is None else comp_idx.shape[2],
+        "window_row_bytes": window_kv.shape[2] * window_kv.element_size(),
+        "comp_row_bytes": 0 if comp_kv is None else comp_kv.shape[2] * comp_kv.element_size(),
+        "x_bytes": q.element_size(), "index_bytes": 0 if comp_idx is None else comp_idx.element_size(),
+    }  # fmt: skip
+
+
+define(
+    "sparse_attention(Tensor q, Tensor window_kv, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, "
+    "Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, "
+    "str window_format, str comp_format) -> Tensor",
+    family="attention", reference=sparse_attention, fake=_fake, cost=_cost, sizes=_sizes,
+)  # fmt: skip
