@@ -27,13 +27,11 @@ help: ## List the commands
 setup: $(STAMP) ## Create .venv and install the project (again only when its requirements change)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; print("==> [1/3] Python %d.%d.%d" % v[:3], "into $(VENV)"); \
+	@$(PYTHON) -c 'import sys; v = sys.version_info; print("==> Python %d.%d.%d in $(VENV)" % v[:3]); \
 	  sys.exit(0 if v >= (3, 11) else "dscompile needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@printf '==> [2/3] Build tools (versions of %s)\n' $(CONSTRAINTS)
-	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) setuptools wheel
-	@printf '==> [3/3] dscompile and what it needs; the first time this takes a minute or two\n'
-	@$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-build-isolation -e '.[test,dev]'
+	@printf '==> installing the versions of %s; the first time this takes a minute or two\n' $(CONSTRAINTS)
+	@$(BIN)/python tools/install.py $(CONSTRAINTS) test,dev
 	@touch $@
 
 demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognised
