@@ -4,7 +4,7 @@ Importing this package registers `torch.ops.dsv4.*`. The kernel of each operatio
 reference: right and slow. Fast forms live in `dscompile.templates` and are tested against these.
 """
 
-from dscompile.ops import (
+from dscompile.ops import (  # noqa: F401 - importing a module registers its operations
     attention,
     compress,
     engram,

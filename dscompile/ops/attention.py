@@ -70,7 +70,7 @@ def _validate(
 def _gather_rows(rows: Tensor, index: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
     """rows [B, S, width], index [B, t, M] in range -> values [B, t, M, D]; decodes whichever is fewer rows."""
     batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
-    if index[0].numel() < rows.shape[1]:
+    if index.shape[1] * index.shape[2] < rows.shape[1]:
         return decode_rows(rows[batch, index], format, dim, dtype)
     return decode_rows(rows, format, dim, dtype)[batch, index]
 
@@ -130,6 +130,8 @@ def sparse_attention(
     elif comp_kv is not None and n_visible is not None:
         rows = torch.arange(comp_kv.shape[1], device=q.device)
         comp_idx = torch.where(rows < n_visible.unsqueeze(-1), rows, -1)
+    if comp_kv is not None and comp_kv.shape[1] == 0:  # then every index is -1
+        comp_kv = comp_idx = None
     if cos is not None and sin is not None:
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
         if rope_q:

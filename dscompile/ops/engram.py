@@ -31,7 +31,7 @@ def _validate_gather(table: Tensor, scales: Tensor | None, rows: Tensor, dtype: 
     _GATHER.rank("scales", scales, 2, "[N, d / group]")
     _GATHER.shape("scales", scales, (table.shape[0], scales.shape[1]))
     ok = scales.shape[1] > 0 and table.shape[1] % scales.shape[1] == 0
-    _GATHER.that(ok, "scales a row (axis 1 of scales)", scales.shape[1], f"a divisor of the row length {table.shape[1]}")
+    _GATHER.that(ok, "scales a row (axis 1 of scales)", scales.shape[1], f"a divisor of row length {table.shape[1]}")
 
 
 def engram_gather(table: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:

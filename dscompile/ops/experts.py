@@ -17,9 +17,7 @@ from dscompile.ops.registry import define
 _CHECK = Check("experts")
 
 
-def _validate(
-    x: Tensor, indices: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype
-) -> None:
+def _validate(x: Tensor, indices: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype) -> None:
     _CHECK.rank("x", x, 2, "[N, D]")
     _CHECK.dtype("x", x, FLOATS)
     _CHECK.rank("indices", indices, 2, "[N, k]")

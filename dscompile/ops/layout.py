@@ -24,7 +24,12 @@ def lookup(check: Check, argument: str, name: str) -> KVFormat | None:
 def row_width(check: Check, argument: str, name: str, dim: Any) -> Any:
     """Elements of one stored row: bytes of a packed row, or the values themselves for plain rows."""
     fmt = lookup(check, argument, name)
-    return dim if fmt is None else fmt.row_bytes(dim)
+    if fmt is None:
+        return dim
+    try:
+        return fmt.row_bytes(dim)
+    except ValueError as error:
+        raise ValueError(check.message(argument, repr(name), f"a format that can hold the row ({error})")) from None
 
 
 def row_dtype(name: str, plain: torch.dtype) -> torch.dtype:
@@ -37,6 +42,12 @@ def check_rows(check: Check, argument: str, rows: Tensor, format_argument: str, 
     check.dtype(argument, rows, FLOATS if name == PLAIN else (torch.uint8,))
     allowed = f"last axis {width} ({name!r} rows of {dim} values)"
     check.that(rows.shape[-1] == width, f"shape of {argument}", list(rows.shape), allowed)
+
+
+def fresh(out: Tensor, source: Tensor) -> Tensor:
+    """`out`, copied if it shares memory with `source`: an operation must not return a view of its argument."""
+    shared = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return out.clone() if shared else out
 
 
 def decode_rows(rows: Tensor, name: str, dim: int, dtype: torch.dtype) -> Tensor:

@@ -116,9 +116,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fp32: bool) 
     return (spread + mixed).to(streams.dtype)
 
 
-def _validate_head(
-    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: float, hc_eps: float
-) -> None:
+def _validate_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: float, hc_eps: float) -> None:
     n, width = _check_streams(_HEAD, streams)
     _check_mix(_HEAD, fn, scale, base, n, n * width, 1)
     _HEAD.that(mix_eps >= 0, "mix_eps", mix_eps, ">= 0")

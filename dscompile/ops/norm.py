@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _cost(N: Any, D: Any, x_bytes: Any = 2, weight_bytes: Any = 4) -> Cost:
 
 
 def _sizes(x: Tensor, weight: Tensor | None, eps: float, mode: str) -> dict[str, Any]:
-    rows = x.numel() // x.shape[-1]
+    rows = math.prod(x.shape[:-1])
     weight_bytes = 0 if weight is None else weight.element_size()
     return {"N": rows, "D": x.shape[-1], "x_bytes": x.element_size(), "weight_bytes": weight_bytes}
 

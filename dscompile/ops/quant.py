@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dscompile.ops.checks import FLOATS, Check
 from dscompile.ops.cost import Cost, costed
-from dscompile.ops.layout import PLAIN, check_rows, decode_rows, lookup, row_dtype, row_width
+from dscompile.ops.layout import check_rows, decode_rows, fresh, lookup, row_dtype, row_width
 from dscompile.ops.registry import define
 
 _FAKE_QUANT, _PACK, _UNPACK = Check("fake_quant"), Check("quant_pack"), Check("unpack")
@@ -27,21 +27,20 @@ def fake_quant(x: Tensor, format: str) -> Tensor:
     """x [..., D] -> [..., D], x.dtype: what a reader sees after x was stored in this format. "none" copies."""
     _validate(_FAKE_QUANT, x, format)
     fmt = lookup(_FAKE_QUANT, "format", format)
-    return x.clone() if fmt is None else fmt.fake_quant(x)
+    return fresh(x if fmt is None else fmt.fake_quant(x), x)
 
 
 def quant_pack(x: Tensor, format: str) -> Tensor:
     """x [..., D] -> rows uint8 [..., row bytes]: payload, then scales. "none" copies x."""
     _validate(_PACK, x, format)
     fmt = lookup(_PACK, "format", format)
-    return x.clone() if fmt is None else fmt.pack(x)
+    return fresh(x if fmt is None else fmt.pack(x), x)
 
 
 def unpack(rows: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
     """rows [..., row bytes] -> values [..., dim] in `dtype` (a 16 or 32 bit float)."""
     _validate_unpack(rows, format, dim, dtype)
-    out = decode_rows(rows, format, dim, dtype)
-    return out.clone() if format == PLAIN and rows.dtype == dtype else out
+    return fresh(decode_rows(rows, format, dim, dtype), rows)
 
 
 def _validate_unpack(rows: Tensor, format: str, dim: int, dtype: torch.dtype) -> None:

@@ -65,7 +65,7 @@ def router(
     else:
         # A stable sort, not topk: topk leaves the choice among equal scores open, and ranks would disagree.
         ranked = scores if bias is None else scores + bias
-        indices = torch.sort(ranked, -1, descending=True, stable=True).indices[:, :top_k]
+        indices = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + norm_eps)
