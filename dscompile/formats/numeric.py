@@ -8,16 +8,18 @@ chains are short and the same for every shape, because a compiler has to recogni
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
-
-_FLOAT32_EXPONENT = 0x7F800000
-_BELOW_TWO = 2.0 - 2.0**-23  # the largest float32 below 2
+# The constants of a chain are written as literals where they are used: Dynamo with dynamic=True turns a float that it
+# reads from a global or a container into a graph input, and then the chain is no longer the same.
 
 
 def split_groups(x: Tensor, group: int) -> Tensor:
     """[..., D] -> [..., D / group, group], a view."""
     return x.unflatten(-1, (-1, group))
+
+
+def join_groups(x: Tensor, dim: int) -> Tensor:
+    """[..., D / group, group] -> [..., D]; `dim` is D, known to the caller, so that no size is recomputed."""
+    return x.reshape(*x.shape[:-2], dim)
 
 
 def power_of_two_bits(x: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ def power_of_two_bits(x: Tensor) -> Tensor:
     next one; keeping the exponent bits then rounds up. x is a normal number below 2^127 (the amax floors and the
     division by 6 or 448 see to both). A NaN of either sign keeps exactly the exponent bits of inf.
     """
-    return (x * _BELOW_TWO).view(torch.int32) & _FLOAT32_EXPONENT
+    return (x * (2.0 - 2.0**-23)).view(torch.int32) & 0x7F800000
 
 
 def ue8m0_from_bits(bits: Tensor) -> Tensor:
@@ -46,7 +48,12 @@ def to_e4m3(x: Tensor) -> Tensor:
     The clamp comes first on purpose: whether the bare cast saturates or gives NaN depends on the torch version and
     the device.
     """
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def to_e4m3_scale(x: Tensor) -> Tensor:
+    """float32 > 0 -> float8_e4m3fn, saturating at 448; NaN stays NaN."""
+    return x.clamp(max=448.0).to(torch.float8_e4m3fn)
 
 
 def e4m3_to_float(codes: Tensor) -> Tensor:
@@ -60,25 +67,26 @@ def round_e2m1(x: Tensor) -> Tensor:
     The step of the grid is half the power of two below |x|, and never less than a half. Dividing by it is exact, so
     the only rounding is `round`, whose ties go to the even integer, which is the even code.
     """
-    x = x.clamp(-E2M1_MAX, E2M1_MAX)
-    step = (x.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32).clamp(min=1.0) * 0.5
+    x = x.clamp(-6.0, 6.0)
+    step = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=1.0) * 0.5
     return torch.round(x / step) * step
 
 
 def e2m1_to_bytes(values: Tensor) -> Tensor:
     """float32 values on the E2M1 grid [..., D] -> uint8 [..., D / 2]: the even element in the low nibble.
 
-    value / 64 is an E4M3 number whose bits are s00eem00, where seem is the E2M1 code. NaN gets the code of +-6.
+    value * 2^-14 is a float16 whose bits are s000eem000000000, where seem is the E2M1 code: both formats keep their
+    subnormals, and 14 is the difference of their exponent biases. NaN gets the code of +6 or -6.
     """
-    bits = (values * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = ((bits >> 4) & 8) | ((bits >> 2) & 7)
-    pairs = split_groups(codes, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    bits = (values * 2.0**-14).to(torch.float16).view(torch.int16)
+    codes = split_groups((((bits >> 12) & 8) | ((bits >> 9) & 7)).to(torch.uint8), 2)
+    return codes[..., 0] | (codes[..., 1] << 4)
 
 
 def bytes_to_e2m1(payload: Tensor) -> Tensor:
-    """uint8 [..., P] -> float32 [..., 2 P], exact."""
-    low = ((payload << 4) & 0x80) | ((payload << 2) & 0x1C)
-    high = (payload & 0x80) | ((payload >> 2) & 0x1C)
+    """uint8 [..., P] -> float32 [..., 2 P], exact; the way back of `e2m1_to_bytes`."""
+    codes = payload.to(torch.int16)
+    low = ((codes << 12) & -0x8000) | ((codes << 9) & 0x0E00)
+    high = ((codes << 8) & -0x8000) | ((codes << 5) & 0x0E00)
     bits = torch.stack((low, high), -1).flatten(-2)
-    return e4m3_to_float(bits) * 64.0
+    return bits.view(torch.float16).to(torch.float32) * 2.0**14

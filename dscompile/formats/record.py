@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dscompile.formats import numeric
+from dscompile.formats.byte_report import ByteReport
 from dscompile.formats.pages import PageLayout
 
 Payload = Literal["e4m3", "e2m1", "bf16", "fp16", "fp32"]
@@ -14,7 +15,7 @@ Scale = Literal["none", "ue8m0", "e4m3", "fp32"]
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PAYLOAD_MAX = {"e4m3": numeric.E4M3_MAX, "e2m1": numeric.E2M1_MAX}
+_QUANTISED = ("e4m3", "e2m1")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         plain = self.payload in PLAIN_DTYPES
-        if not plain and self.payload not in _PAYLOAD_MAX:
-            raise ValueError(f"{self.name}: payload {self.payload!r}, allowed: {[*_PAYLOAD_MAX, *PLAIN_DTYPES]}")
+        if not plain and self.payload not in _QUANTISED:
+            raise ValueError(f"{self.name}: payload {self.payload!r}, allowed: {[*_QUANTISED, *PLAIN_DTYPES]}")
         if plain and (self.group or self.tail or self.pad_bytes or self.scale != "none"):
             raise ValueError(f"{self.name}: a plain {self.payload} row has no group, tail, pad or scale")
         if not plain and self.scale not in ("ue8m0", "e4m3", "fp32"):
@@ -106,6 +107,13 @@ class KVFormat:
         """Bytes of a row of `dim` values."""
         return self.payload_bytes(dim) + self.scale_bytes(dim)
 
+    def byte_report(self, dim: int, rows: int | None = None) -> ByteReport:
+        """Bytes of a row of `dim` values, and of a page of `rows` rows (the layout's own number if it has one)."""
+        payload, scales = self.payload_bytes(dim), self.scale_bytes(dim) - self.pad_bytes
+        page_rows = self.page.rows if rows is None else self.page.rows_in_page(rows)
+        page_bytes = self.page_bytes(dim, page_rows) if page_rows else 0
+        return ByteReport(self.name, dim, payload, scales, self.pad_bytes, page_rows, page_bytes)
+
     # Values -> bytes
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +125,9 @@ class KVFormat:
         head, tail = self._split_tail(x)
         values, stored, _ = self._quantise(head)
         if self.payload == "e2m1":
-            payload = numeric.e2m1_to_bytes(values.flatten(-2))
+            payload = numeric.e2m1_to_bytes(numeric.join_groups(values, head.shape[-1]))
         else:
-            payload = values.flatten(-2).view(torch.uint8)
+            payload = numeric.join_groups(values, head.shape[-1]).view(torch.uint8)
         scales = self._scale_to_bytes(stored)
         if tail is not None:
             payload = torch.cat((payload, _as_bytes(tail.to(torch.bfloat16))), -1)
@@ -144,7 +152,7 @@ class KVFormat:
             return x.to(PLAIN_DTYPES[self.payload]).to(x.dtype)
         head, tail = self._split_tail(x)
         values, _, scale = self._quantise(head)
-        y = (values.to(torch.float32) * scale).flatten(-2).to(x.dtype)
+        y = numeric.join_groups(values.to(torch.float32) * scale, head.shape[-1]).to(x.dtype)
         return y if tail is None else torch.cat((y, tail.to(torch.bfloat16).to(x.dtype)), -1)
 
     # Bytes -> values
@@ -163,7 +171,8 @@ class KVFormat:
         head = payload[..., : payload.shape[-1] - 2 * self.tail] if self.tail else payload
         scale = self._bytes_to_scale(scales[..., : groups * self.scale_itemsize] if self.pad_bytes else scales)
         values = numeric.bytes_to_e2m1(head) if self.payload == "e2m1" else numeric.e4m3_to_float(head)
-        y = (numeric.split_groups(values, self.group) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        y = numeric.split_groups(values, self.group) * scale.unsqueeze(-1)
+        y = numeric.join_groups(y, dim - self.tail).to(dtype)
         if not self.tail:
             return y
         tail = payload[..., payload.shape[-1] - 2 * self.tail :].view(torch.bfloat16)
@@ -171,13 +180,74 @@ class KVFormat:
 
     def unpack(self, rows: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 [..., row_bytes(dim)] -> [..., dim] of `dtype` (exact in float32)."""
-        self._check_bytes("rows", rows, self.row_bytes(dim))
+        self.check_rows(rows, dim)
         split = self.payload_bytes(dim)
         if self.is_plain:
             return rows.view(PLAIN_DTYPES[self.payload]).to(dtype)
         return self.decode(rows[..., :split], rows[..., split:], dim, dtype)
 
+    def convert(self, rows: Tensor, dim: int, to: "KVFormat") -> Tensor:
+        """Rows of this format, uint8 [..., row_bytes(dim)] -> rows of `to`, uint8 [..., to.row_bytes(dim)].
+
+        Lossless (the values that `to` unpacks are the values that this format unpacks):
+
+        - to the same row encoding: the bytes are handed on as they are, whatever the page arrangement;
+        - from any format to "fp32";
+        - from the release's formats to "bf16" (a code times a scale has few enough bits).
+
+        Otherwise the values are rounded a second time. Never convert to `fp4_g16_e4m3` what could be packed from the
+        original: below a group amax of 0.094 (6 times the smallest normal E4M3 number) its scale is coarse enough
+        that rounding an already rounded group again drifts.
+        """
+        if self.same_row(to):
+            self.check_rows(rows, dim)
+            return rows
+        return to.pack(self.unpack(rows, dim))
+
+    def same_row(self, other: "KVFormat") -> bool:
+        """True if both read a row of bytes as the same values."""
+        return self._reading() == other._reading()
+
+    # Rows <-> pages
+
+    def page_bytes(self, dim: int, rows: int | None = None) -> int:
+        """Stride in bytes of a page of `rows` rows (the layout's own number if not given)."""
+        return self.page.stride_bytes(self.row_bytes(dim), self.page.rows_in_page(rows))
+
+    def page_parts(self, pages: Tensor, dim: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """uint8 [..., page_bytes] -> (payload [..., rows, payload_bytes], scales [..., rows, scale_bytes]).
+
+        Both are views: what is written to them is written to the page, and `decode` reads them.
+        """
+        count = self.page.rows_in_page(rows)
+        return self.page.parts(pages, self.payload_bytes(dim), self.scale_bytes(dim), count)
+
+    def pages_to_rows(self, pages: Tensor, dim: int, rows: int | None = None) -> Tensor:
+        """uint8 [..., page_bytes] -> rows uint8 [..., rows, row_bytes]; a view if rows lie one after the other."""
+        count = self.page.rows_in_page(rows)
+        return self.page.to_rows(pages, self.payload_bytes(dim), self.scale_bytes(dim), count)
+
+    def rows_to_pages(self, rows: Tensor, dim: int) -> Tensor:
+        """Rows uint8 [..., R, row_bytes] -> uint8 [..., page_bytes(dim, R)], padded with zero bytes.
+
+        A view if rows lie one after the other and the page needs no padding. R is the layout's own number of rows,
+        or any number where the layout has none.
+        """
+        self.check_rows(rows, dim)
+        if rows.dim() < 2 or self.page.rows not in (0, rows.shape[-2]):
+            allowed = self.page.rows or "R"
+            raise ValueError(f"{self.name}: rows of a page have shape {tuple(rows.shape)}, allowed: [..., {allowed}, "
+                             f"{self.row_bytes(dim)}]")
+        return self.page.from_rows(rows, self.payload_bytes(dim))
+
+    def check_rows(self, rows: Tensor, dim: int) -> None:
+        """TypeError or ValueError unless `rows` is uint8 [..., row_bytes(dim)]."""
+        self._check_bytes("rows", rows, self.row_bytes(dim))
+
     # Steps
+
+    def _reading(self) -> tuple[object, ...]:
+        return self.payload, self.group, self.scale, self.tail, self.pad_bytes
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
@@ -211,10 +281,10 @@ class KVFormat:
         return (numeric.round_e2m1(y) if self.payload == "e2m1" else numeric.to_e4m3(y)), stored, scale
 
     def _scale_from_amax(self, amax: Tensor) -> Tensor:
-        largest = _PAYLOAD_MAX[self.payload]
+        e2m1 = self.payload == "e2m1"
         if self.scale == "e4m3":
-            return (amax / largest).clamp(max=numeric.E4M3_MAX).to(torch.float8_e4m3fn)
-        quotient = amax * (1.0 / largest)
+            return numeric.to_e4m3_scale(amax / 6.0 if e2m1 else amax / 448.0)
+        quotient = amax * (1.0 / 6.0) if e2m1 else amax * (1.0 / 448.0)
         if self.scale == "ue8m0":
             return numeric.power_of_two_bits(quotient)
         return numeric.power_of_two_bits(quotient).view(torch.float32) if self.pow2 else quotient
