@@ -1,0 +1,1 @@
+"""Adapters that let other libraries' DeepSeek models run under the backend as they are."""
