@@ -143,14 +143,15 @@ def load(source: str, **values: Any) -> ctypes.CDLL | None:
         return library
 
 
+Kernel = Callable[..., int]
 _C_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-_functions: dict[tuple[Any, ...], Callable[..., int] | None] = {}
+_functions: dict[tuple[Any, ...], Kernel | None] = {}
 
 
-def function(source: str, name: str, signature: str, **values: Any) -> Callable[..., int] | None:
+def function(source: str, name: str, signature: str, **values: Any) -> Kernel | None:
     """The C function `name` of `cxx/<source>.cpp.jinja`; None where nothing can be compiled.
 
-    signature: one letter an argument: p = data pointer or None, q = int64, i = int, f = float.
+    signature: one letter an argument: p = data pointer, bytes or None, q = int64, i = int, f = float.
     """
     key = (source, name, *values.values())
     try:
