@@ -67,10 +67,10 @@ class Target:
     link_domain_devices: Constant = UNKNOWN
 
     def constants(self) -> dict[str, Constant]:
-        """Every constant by name, with one `flops_per_s[type]` entry per operand type."""
+        """Every constant by name, with one `flops_per_s.<type>` entry per operand type."""
         names = ("hbm_bytes", "hbm_bytes_per_s", "sm_count", "smem_bytes_per_sm", "tmem_bytes_per_sm", "l2_bytes")
         rows = {name: getattr(self, name) for name in (*names, "link_bytes_per_s", "link_domain_devices")}
-        rows.update({f"flops_per_s[{kind}]": constant for kind, constant in self.flops_per_s.items()})
+        rows.update({f"flops_per_s.{kind}": constant for kind, constant in self.flops_per_s.items()})
         return rows
 
     def floor_us(
@@ -138,7 +138,13 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
         for target in (
-            Target(name="cpu", product="the host's CPU", device_type="cpu", capability=None),
+            Target(
+                name="cpu",
+                product="the host's CPU",
+                device_type="cpu",
+                capability=None,
+                flops_per_s=MappingProxyType({"bf16": UNKNOWN}),
+            ),
             _gpu(
                 "sm_90a",
                 "H200",

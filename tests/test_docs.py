@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from dscompile.cli import app
 from dscompile.options import Options
 
 
@@ -32,6 +33,16 @@ def test_every_named_make_command_exists(repo_root: Path):
                 named.update(words)
                 assert set(words) <= known, f"{document.name}: {part!r}; the Makefile has {sorted(known)}"
     assert {"demo", "test"} <= named
+
+
+def test_every_named_command_of_the_tool_exists(repo_root: Path):
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    named = set()
+    for document in documents(repo_root):
+        for part in code_parts(document.read_text()):
+            if match := re.match(r"dscompile ([a-z]+)", part):
+                named.add(match.group(1))
+    assert named == known
 
 
 def test_every_make_command_has_a_line_of_help(repo_root: Path):

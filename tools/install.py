@@ -39,7 +39,7 @@ class Progress:
         elif match := re.match(r"\s*(?:Downloading|Using cached) (\S+)", line):
             self.doing = "fetching " + match.group(1).rsplit("/", 1)[-1].split("-")[0]
         elif line.startswith("Installing collected packages"):
-            self.doing = f"unpacking {len(line.split(',')):d} packages"
+            self.doing = "unpacking"
 
     def _tick(self) -> None:
         while not self.done.wait(0.2 if self.terminal else 1.0):
