@@ -52,4 +52,6 @@ def fresh(out: Tensor, source: Tensor) -> Tensor:
 
 def decode_rows(rows: Tensor, name: str, dim: int, dtype: torch.dtype) -> Tensor:
     """Rows [..., width] to values [..., dim]."""
-    return rows.to(dtype) if name == PLAIN else FORMATS[name].unpack(rows, dim, dtype)
+    if name == PLAIN:
+        return rows.to(dtype)
+    return FORMATS[name].unpack(rows.contiguous(), dim, dtype)  # its views of bytes need a dense last axis
