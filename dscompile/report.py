@@ -1,0 +1,261 @@
+"""What was recognised, what was not, and why: one structure, printed as text, JSON or HTML.
+
+A `GraphReport` describes one compiled graph; a `Report` holds all graphs that one model produced. Both are plain
+data, filled by the backend, and know nothing about FX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Match:
+    """One recognised piece of mathematics.
+
+    layer: module path of the layer, or "" outside layers; family: what it is (for example "attention"); pattern: which
+    pattern recognised it; source: the user's source line; lowering: the kernel that runs it ("" until lowered).
+    """
+
+    layer: str
+    family: str
+    pattern: str
+    source: str = ""
+    lowering: str = ""
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A piece that resembles a pattern and was left untouched, with the constraint that failed."""
+
+    layer: str
+    family: str
+    pattern: str
+    node: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PassTiming:
+    name: str
+    matches: int
+    near_misses: int
+    seconds: float
+
+
+@dataclass
+class GraphReport:
+    """One graph as the backend compiled it. Times are seconds of this process's wall clock."""
+
+    name: str
+    inputs: str = ""
+    nodes_before: int = 0
+    nodes_after: int = 0
+    regions: int = 0
+    region_calls: int = 0
+    matches: list[Match] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    passes: list[PassTiming] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    capture_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Matches per family, counted once for every layer that runs them."""
+        return dict(sorted(Counter(match.family for match in self.matches).items()))
+
+    def pattern_counts(self) -> dict[str, int]:
+        """Matches per pattern name."""
+        return dict(sorted(Counter(match.pattern for match in self.matches).items()))
+
+
+@dataclass
+class Report:
+    """All graphs compiled while the report was collected, in order."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def counts(self, graph: int = -1) -> dict[str, int]:
+        """Matches per family of one graph (the last by default); empty when nothing was compiled."""
+        return self.graphs[graph].counts() if self.graphs else {}
+
+    @property
+    def misses(self) -> list[Miss]:
+        return [miss for graph in self.graphs for miss in graph.misses]
+
+    def to_dict(self) -> dict[str, Any]:
+        graphs = []
+        for graph in self.graphs:
+            entry = asdict(graph)
+            entry["counts"] = graph.counts()
+            graphs.append(entry)
+        return {"graphs": graphs}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def render(self) -> Group:
+        """The report as a rich renderable: per graph one table of layers by family, then the misses."""
+        parts: list[Any] = []
+        if not self.graphs:
+            parts.append(Text("dsv4: no graph was compiled (was the compiled function called?)"))
+        for graph in self.graphs:
+            parts.extend(_render_graph(graph))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(width=140, record=True, file=_Discard())
+        console.print(self.render())
+        return console.export_text()
+
+    def to_html(self) -> str:
+        """A self-contained page with the same tables."""
+        return (
+            "<!doctype html><meta charset='utf-8'><title>dscompile report</title>"
+            "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse;margin:1em 0}"
+            "td,th{border:1px solid #bbb;padding:3px 8px;text-align:left;vertical-align:top}</style>"
+            + "".join(_html_graph(graph) for graph in self.graphs)
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Writes the report; the ending chooses the form: .json, .html, anything else plain text."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = {".json": self.to_json, ".html": self.to_html}.get(path.suffix, lambda: str(self))()
+        path.write_text(text, encoding="utf-8")
+
+
+class _Discard:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+
+_active: ContextVar[tuple[Report, ...]] = ContextVar("dscompile_reports", default=())
+_last = Report()
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[Report]:
+    """Collects the reports of every graph that the backend compiles inside the block."""
+    report = Report()
+    token = _active.set((*_active.get(), report))
+    try:
+        yield report
+    finally:
+        _active.reset(token)
+
+
+def publish(graph: GraphReport) -> None:
+    """Called by the backend once per compiled graph."""
+    for report in _active.get():
+        report.graphs.append(graph)
+    _last.graphs.append(graph)
+    del _last.graphs[:-64]
+
+
+def last_report() -> Report:
+    """The most recent graphs of this process (at most 64), whoever compiled them."""
+    return Report(list(_last.graphs))
+
+
+def layer_table(graph: GraphReport) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the coverage table: a row per layer, a column per family.
+
+    A cell holds the number of matches, with "!" and the number of misses where there are any.
+    """
+    families = sorted({m.family for m in graph.matches} | {m.family for m in graph.misses})
+    layers = sorted({m.layer for m in graph.matches} | {m.layer for m in graph.misses}, key=_layer_key)
+    hits = Counter((m.layer, m.family) for m in graph.matches)
+    misses = Counter((m.layer, m.family) for m in graph.misses)
+    rows = []
+    for layer in layers:
+        row = [layer or "(outside layers)"]
+        for family in families:
+            hit, miss = hits[layer, family], misses[layer, family]
+            row.append((str(hit) if hit else "") + (f" !{miss}" if miss else ""))
+        rows.append(row)
+    return ["layer", *families], rows
+
+
+def _layer_key(layer: str) -> tuple[int, str]:
+    digits = "".join(ch for ch in layer if ch.isdigit())
+    return (int(digits) if digits else -1, layer)
+
+
+def _headline(graph: GraphReport) -> str:
+    total = len(graph.matches)
+    if not total and not graph.misses:
+        return f"{graph.name}: nothing matched, {graph.nodes_before} nodes went to Inductor unchanged"
+    return (
+        f"{graph.name} [{graph.inputs}]: {total} matches, {len(graph.misses)} near misses, "
+        f"{graph.nodes_before} -> {graph.nodes_after} nodes, {graph.regions} layer kinds for {graph.region_calls} layers, "
+        f"capture {graph.capture_seconds:.1f} s, rewrite {graph.rewrite_seconds:.1f} s, "
+        f"compile {graph.compile_seconds:.1f} s"
+    )
+
+
+def _render_graph(graph: GraphReport) -> Iterator[Any]:
+    yield Text(_headline(graph), style="bold")
+    if graph.matches or graph.misses:
+        header, rows = layer_table(graph)
+        table = Table(*header, show_edge=False, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        yield table
+    lowered = Counter((m.family, m.pattern, m.lowering) for m in graph.matches)
+    if lowered:
+        table = Table("family", "pattern", "lowered to", "count", show_edge=False, pad_edge=False)
+        for (family, pattern, lowering), count in sorted(lowered.items()):
+            table.add_row(family, pattern, lowering or "-", str(count))
+        yield table
+    for line in graph.shared:
+        yield Text(f"shared: {line}")
+    for miss in graph.misses:
+        where = f"{miss.layer or 'outside layers'}, {miss.node}" + (f", {miss.source}" if miss.source else "")
+        yield Text(f"near miss: {miss.family}/{miss.pattern} at {where}: {miss.reason}", style="yellow")
+    for note in graph.notes:
+        yield Text(f"note: {note}")
+
+
+def _html_table(header: list[str], rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _html_graph(graph: GraphReport) -> str:
+    parts = [f"<h2>{html.escape(_headline(graph))}</h2>", _html_table(*layer_table(graph))]
+    parts.append(
+        _html_table(
+            ["layer", "family", "pattern", "lowered to", "cost", "source"],
+            [[m.layer, m.family, m.pattern, m.lowering, m.cost, m.source] for m in graph.matches],
+        )
+    )
+    if graph.misses:
+        parts.append(
+            _html_table(
+                ["layer", "family", "pattern", "node", "source", "reason"],
+                [[m.layer, m.family, m.pattern, m.node, m.source, m.reason] for m in graph.misses],
+            )
+        )
+    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.shared, *graph.notes])
+    return "".join(parts)
