@@ -1,0 +1,284 @@
+"""Putting a replacement in place of a match, and refusing to where that would change the program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from . import fxutil, mutation
+from .matcher import Matcher, Solution, Virtual
+from .normalise import explicit_args, normalise, refresh_nodes
+from .optable import CHEAP, LAYOUT, mutated_args, op_name
+from .pattern import PatternError, Structural, Variant, trace
+from .records import Match, Reject
+
+
+class Rewriter:
+    """Applies matches to one graph; remembers traced replacements and which nodes need evaluating again."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm, self.graph = gm, gm.graph
+        self.mode: FakeTensorMode = fxutil.fake_mode(gm)
+        self.writes = mutation.Writes(gm.graph)
+        self.dirty: set[Node] = set()
+        self.traced: dict[Any, GraphModule] = {}
+
+    # -- from a raw solution to a checked match ----------------------------------------------------------------------
+
+    def build(self, variant: Variant, matcher: Matcher, s: Solution) -> Match:
+        """The match of a solution; inputs that exist only in another layout are created in front of their use."""
+        inputs = {}
+        for p, name in variant.inputs.items():
+            found = s.map.get(p)
+            if isinstance(found, Virtual):
+                found = self._materialise(found, s)
+            if found is not None:
+                inputs[name] = found
+        dims = matcher.named(s)
+        scalars = {name: s.scalars[name] for name in variant.pattern.scalars if name in s.scalars}
+        scalars |= {k: dims[k] for k, v in variant.pattern.scalars.items() if type(v) is int and k in dims}
+        taken = {n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs}
+        nodes = sorted((taken | set(s.through)) - set(inputs.values()))
+        return Match(variant.pattern, tuple(nodes), inputs, scalars, dims, tuple(s.outputs), variant.dtypes)
+
+    def _materialise(self, v: Virtual, s: Solution) -> Node:
+        arg = v.arg if v.op is torch.ops.aten.permute.default else [s.dims.get(d, d) for d in v.arg]
+        if any(isinstance(a, torch.SymInt) for a in arg):
+            arg = [-1 if isinstance(a, torch.SymInt) else a for a in arg]
+        with self.graph.inserting_after(v.base):
+            return fxutil.emit(self.graph, v.op, (v.base, arg), like=v.base, mode=self.mode)
+
+    def objection(self, variant: Variant, s: Solution) -> str | None:
+        """Structural reasons against a solution, checked while other assignments can still be tried."""
+        outputs = {n for n in s.outputs if n is not None}
+        wild = {n for p, n in s.map.items() if p in variant.inputs and isinstance(n, Node)}
+        inner = ({n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs} | set(s.through)) - wild
+        if not inner:
+            return "nothing but inputs"
+        if why := self._escapes(inner, outputs, variant):
+            return why
+        if len(outputs) > 1 and self._feeds_itself(inner, wild):
+            return "an input depends on an output of the match"
+        return None
+
+    def _escapes(self, inner: set[Node], outputs: set[Node], variant: Variant) -> str | None:
+        cheap = CHEAP | variant.pattern.shared
+        repeatable: dict[Node, bool] = {}
+        for node in sorted(inner):
+            sources = [n for n in node.all_input_nodes if n in inner and n not in outputs]
+            repeatable[node] = node.target in cheap and all(repeatable[n] for n in sources)
+            if node in outputs or node.op == "get_attr" or repeatable[node]:
+                continue
+            for user in node.users:
+                if user not in inner:
+                    return f"{op_name(node.target)} %{node.name} is also used by {fxutil.describe(user)}, outside the match"
+        return None
+
+    def _feeds_itself(self, inner: set[Node], wild: set[Node]) -> bool:
+        first = min(inner)
+        todo, seen = list(wild), set(wild)
+        while todo:
+            for source in todo.pop().all_input_nodes:
+                if source in inner:
+                    return True
+                if source not in seen and first < source:
+                    seen.add(source)
+                    todo.append(source)
+        return False
+
+    # -- applying ----------------------------------------------------------------------------------------------------
+
+    def apply(self, variant: Variant, match: Match) -> Reject | None:
+        """Rewrite one match, or say why not (the graph is then unchanged but for dead nodes)."""
+        pattern = match.pattern
+        if pattern.guard is not None:
+            verdict = pattern.guard(match)
+            if verdict is not None and not isinstance(verdict, Reject):
+                raise PatternError(f"pattern {pattern.name}: guard returned {verdict!r}, expected None or Reject")
+            if verdict is not None:
+                return verdict
+        if isinstance(pattern.replace, Structural):
+            verdict = pattern.replace.fn(self.gm, match)
+            if verdict is None:
+                self.erase(match.nodes)
+                self.writes = mutation.Writes(self.graph)
+            return verdict
+        body = self._traced(variant, match)
+        results = body.graph.output_node().args[0]
+        results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        if why := self._wrong_results(match, results):
+            return why
+        point = self._place(match)
+        if isinstance(point, Reject):
+            return point
+        moved, before = point
+        stores = [n for n in body.graph.nodes if n.op == "call_function" and mutated_args(n.target)]
+        if why := self._unsafe_stores(match, body, stores, before):
+            return why
+        if before is not None:
+            for node in moved:
+                before.prepend(node)
+        new = self._inline(match, body, before or match.anchor)
+        self._redirect(match, [new[r] for r in results], bool(stores))
+        return None
+
+    def _traced(self, variant: Variant, match: Match) -> GraphModule:
+        pattern = match.pattern
+        needs_dims = "dims" in inspect.signature(pattern.replace).parameters  # type: ignore[arg-type]
+        tensors = {name: node.meta["val"] for name, node in match.inputs.items()}
+        key = (
+            id(variant),
+            *((n, tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, v.device) for n, v in tensors.items()),
+            *match.scalars.items(),
+            *((k, str(v)) for k, v in match.dims.items() if needs_dims),
+        )
+        if key not in self.traced:
+            others = {**match.scalars, **({"dims": match.dims} if needs_dims else {})}
+            wanted = inspect.signature(pattern.replace).parameters  # type: ignore[arg-type]
+            tensors = {n: t for n, t in tensors.items() if n in wanted}
+            with fxutil.evaluating(self.mode):
+                body = trace(pattern.replace, tensors, others)  # type: ignore[arg-type]
+            normalise(body, is_pattern=True)
+            body.meta["inputs"] = list(tensors)
+            self.traced[key] = body
+        return self.traced[key]
+
+    def _wrong_results(self, match: Match, results: tuple[Any, ...]) -> Reject | None:
+        if len(results) != len(match.outputs):
+            name = match.pattern.name
+            raise PatternError(f"pattern {name}: replace returns {len(results)} values, search {len(match.outputs)}")
+        for i, (old, new) in enumerate(zip(match.outputs, results)):
+            if old is None:
+                continue
+            want, have = old.meta["val"], new.meta["val"]
+            if want.dtype != have.dtype:
+                return Reject(f"replacement output {i} has dtype {have.dtype}, the graph {want.dtype}", old)
+            if not fxutil.same_shape(want.shape, have.shape):
+                return Reject(f"replacement output {i} has shape {[*have.shape]}, the graph {[*want.shape]}", old)
+            if want.device != have.device:
+                return Reject(f"replacement output {i} is on {have.device}, the graph on {want.device}", old)
+        return None
+
+    def _place(self, match: Match) -> tuple[list[Node], Node | None] | Reject:
+        """Where the replacement goes: (nodes that have to move behind it, the node in front of which it goes)."""
+        inner = set(match.nodes)
+        outputs = [n for n in match.outputs if n is not None]
+        last_input = max(match.inputs.values(), default=outputs[0])
+        last = max(outputs)
+        users = [u for o in outputs for u in o.users if u not in inner]
+        before = last.next
+        moved: list[Node] = []
+        early = sorted({u for u in users if u < last})
+        if early:
+            if last_input < early[0]:
+                before = early[0]
+            else:
+                moved, before = self._dependents(early, last), last.next
+        for node in match.nodes:
+            lo, hi = (node, before) if node < before else (before, node)
+            if (write := self.writes.between(node, before) or self._write_in(node, lo, hi)) is not None:
+                return Reject(f"{op_name(write.target)} %{write.name} writes to what %{node.name} reads", node)
+        for node in moved:
+            if mutation.written_roots(node) or self._write_in(node, node, before):
+                return Reject(f"%{node.name} would have to move across a write", node)
+        return [m for m in moved if m is not before], before
+
+    def _write_in(self, reader: Node, lo: Node, hi: Node) -> Node | None:
+        for owner in {fxutil.root(n) for n in [reader, *reader.all_input_nodes]}:
+            for write in self.writes.by_root.get(owner, ()):
+                if lo < write < hi and write is not reader:
+                    return write
+        return None
+
+    def _dependents(self, early: list[Node], last: Node) -> list[Node]:
+        out, todo = set(early), list(early)
+        while todo:
+            for user in todo.pop().users:
+                if user < last and user not in out:
+                    out.add(user)
+                    todo.append(user)
+        return sorted(out, reverse=False)
+
+    def _unsafe_stores(self, match: Match, body: GraphModule, stores: list[Node], before: Node) -> Reject | None:
+        """A replacement may write to an input only if the graph writes it back anyway and nobody reads it old later."""
+        holders = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), body.meta["inputs"]))
+        for store in stores:
+            for owner in mutation.written_roots(store):
+                if owner not in holders:
+                    continue
+                pool = match.inputs[holders[owner]]
+                if pool.op != "placeholder":
+                    return Reject(f"input {holders[owner]} is written by the replacement but is no graph input", pool)
+                if self.writes.epilogue(pool) is None:
+                    return Reject(f"input {holders[owner]} is not written back by the graph", pool)
+                for reader in mutation.readers(pool):
+                    late = reader.op == "output" or not reader < before
+                    if late and reader not in match.nodes and reader is not self.writes.epilogue(pool):
+                        return Reject(f"%{reader.name} reads {holders[owner]} as it was before the store", reader)
+        return None
+
+    def _inline(self, match: Match, body: GraphModule, before: Node) -> dict[Node, Node]:
+        new: dict[Node, Node] = {}
+        names = iter(body.meta["inputs"])
+        origin = next((n for n in (match.anchor, *reversed(match.nodes)) if "stack_trace" in n.meta), match.anchor)
+        with self.graph.inserting_before(before):
+            for node in body.graph.nodes:
+                if node.op == "placeholder":
+                    new[node] = match.inputs[next(names)]
+                elif node.op == "get_attr":
+                    new[node] = self._constant(body, node)
+                elif node.op == "call_function":
+                    copy = self.graph.node_copy(node, lambda n: new[n])
+                    copy.meta = {}
+                    fxutil.copy_origin(copy, origin)
+                    copy.meta["original_aten"] = copy.target
+                    copy.meta["dsv4_pattern"] = match.pattern.name
+                    fxutil.set_val(copy, fxutil.evaluate(copy, self.mode))
+                    explicit_args(copy)
+                    new[node] = copy
+        return new
+
+    def _constant(self, body: GraphModule, node: Node) -> Node:
+        value = getattr(body, str(node.target))
+        name = next(n for i in range(10**6) if not hasattr(self.gm, n := f"_pattern_constant{i}"))
+        self.gm.register_buffer(name, value, persistent=False)
+        copy = self.graph.get_attr(name)
+        fxutil.set_val(copy, self.mode.from_tensor(value))
+        return copy
+
+    def _redirect(self, match: Match, results: list[Node], stored: bool) -> None:
+        for old, new in zip(match.outputs, results):
+            if old is None or old is new:
+                continue
+            for user in list(old.users):
+                self.dirty.add(user)
+                user.replace_input_with(old, new)
+        self.erase(match.nodes)
+        if stored:
+            for node in list(self.graph.nodes):
+                if str(node.target) == "aten.copy_.default" and node.args[0] is node.args[1] and not node.users:
+                    self.graph.erase_node(node)
+            self.writes = mutation.Writes(self.graph)
+
+    def erase(self, nodes: Iterable[Node]) -> None:
+        """Drop those of the nodes that nothing uses any more."""
+        for node in sorted((n for n in nodes if not n._erased), reverse=True):
+            if not node.users and not mutation.written_roots(node):
+                self.dirty.discard(node)
+                self.graph.erase_node(node)
+
+    def discard(self, match: Match) -> None:
+        """Forget inputs that were created for a match that came to nothing."""
+        self.erase(n for n in match.inputs.values() if n.target in LAYOUT and not n.users)
+
+    def finish(self) -> None:
+        """Evaluate again what saw a changed layout, drop dead nodes, check the graph."""
+        refresh_nodes(self.graph, self.dirty, self.mode)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        self.gm.recompile()
