@@ -158,7 +158,8 @@ def layer_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = re.sub(r"L\['self'\]\.?|\['?(\w+)'?\]", lambda m: f".{m[1]}" if m[1] else "", str(list(stack.values())[-1][0]))
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"L\['self'\]\.?|\['?(\w+)'?\]", lambda m: f".{m[1]}" if m[1] else "", path)
     parts = [p for p in path.replace("_modules.", "").split(".") if p and p not in ("L", "self")]
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -81,7 +81,7 @@ def find(graph: Graph, target: object) -> list[Node]:
 
 
 def producers(node: Node, until: Callable[[Node], bool] = lambda n: False) -> list[Node]:
-    """Everything ``node`` depends on, in graph order; not beyond nodes for which ``until`` holds (they are included)."""
+    """All that ``node`` depends on, in graph order; not beyond nodes for which ``until`` holds (they are included)."""
     out: set[Node] = set()
     todo = [node]
     while todo:

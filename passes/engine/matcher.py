@@ -70,7 +70,7 @@ class Matcher:
 
     def match(self, anchor: Node, output: int = 0, accept: Callable[[Solution], str | None] | None = None
               ) -> Solution | None:  # fmt: skip
-        """The first consistent assignment with output number ``output`` at ``anchor`` that ``accept`` has no objection to.
+        """The first consistent assignment with output number ``output`` at ``anchor`` to which ``accept`` has no objection.
 
         On None, ``self.failure`` holds the constraint that stopped the deepest attempt.
         """
@@ -267,8 +267,8 @@ class Matcher:
     def _constant(self, p: Node, t: Any) -> list[Goal] | None:
         if isinstance(t, Node) and t.op == "get_attr":
             a, b = (getattr(n.graph.owning_module, str(n.target), None) for n in (p, t))
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype:
-                if torch.equal(a.cpu().view(torch.uint8) if a.dim() else a, b.cpu().view(torch.uint8) if b.dim() else b):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype:
+                if torch.equal(a.cpu(), b.cpu()):
                     self._set(self.map, p, t)
                     return []
         self._fail("another constant tensor", p, t)
@@ -278,7 +278,7 @@ class Matcher:
 
     @staticmethod
     def _chain(t: Node, kind: Any) -> list[list[Node]]:
-        """Ways to read a chain of equal layout operators as one: lists of the nodes it consists of, short ones first."""
+        """Ways to read a chain of equal layout operators as one: the nodes it consists of, short chains first."""
         out, nodes = [], [t]
         while True:
             out.append(list(nodes))

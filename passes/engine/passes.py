@@ -84,7 +84,7 @@ class PatternPass:
             for output, anchor in candidates(variant, sub.gm):
                 if anchor._erased:
                     continue
-                found = matcher.match(anchor, output, lambda s: rewriter.objection(variant, s))
+                found = matcher.match(anchor, output, lambda s, v=variant: rewriter.objection(v, s))
                 if found is None:
                     continue
                 match = rewriter.build(variant, matcher, found)
@@ -119,8 +119,6 @@ def plausible_variants(pattern: Pattern, gm: GraphModule) -> Iterator[Variant]:
         variant = pattern.variant(chosen, rank)
         if all(present(gm, n.target) for n in required_nodes(variant)):
             yield variant
-        elif chosen == next(pattern.variants())[0]:
-            continue
 
 
 def present(gm: GraphModule, target: Any) -> int:

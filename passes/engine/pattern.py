@@ -96,7 +96,8 @@ class Pattern:
         table = {"act": ACTIVATIONS, "w": ("act", torch.float32), **self.dtypes}
         for name in classes:
             if name not in table:
-                raise PatternError(f"pattern {self.name}: unknown dtype class {name!r}; known: {sorted(DTYPES | table)}")
+                known = sorted(DTYPES.keys() | table.keys())
+                raise PatternError(f"pattern {self.name}: unknown dtype class {name!r}; known: {known}")
         order = sorted(classes | ({"act"} if "w" in classes else set()), key=lambda c: (c != "act", c))
         starred = any(t.startswith("*") for s in self.inputs.values() for t in re.split(r"[\s,\[\]]+", s))
         seen = set()
@@ -170,9 +171,7 @@ def _variant(pattern: Pattern, dtypes: tuple, rank: int) -> Variant:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     scalars = dict(pattern.scalars)
     with mode, torch.no_grad():
-        args = {
-            name: torch.empty(shape, dtype=DTYPES.get(cls) or chosen[cls]) for name, (cls, shape) in shapes.items()
-        }
+        args = {name: torch.empty(shape, dtype=DTYPES.get(cls) or chosen[cls]) for name, (cls, shape) in shapes.items()}
         try:
             gm = trace(pattern.search, args, scalars)
         except Exception as error:

@@ -40,8 +40,8 @@ class Pipeline:
         return replace(self, off=self.off | frozenset(names))
 
     def run(self, gm: GraphModule, ctx: PassContext | None = None, hook: Hook | None = None) -> list[PassResult]:
-        """Run all passes; ``hook(name, gm, result)`` is called after each. Near misses that a later pass of the same
-        family took care of are dropped from the results."""
+        """Run all passes; ``hook(name, gm, result)`` is called after each. Near misses at nodes that a later pass
+        rewrote are dropped from the results."""
         ctx = ctx or PassContext()
         results: list[PassResult] = []
         strides = _output_strides(gm)
@@ -65,16 +65,16 @@ def check(gm: GraphModule, name: str) -> None:
         except Exception as error:
             raise PassError(f"pass {name}: graph {sub.path or 'main'} is broken: {error}") from error
         for node in sub.gm.graph.nodes:
-            if node.op == "call_function" and node.users and "val" not in node.meta and "example_value" not in node.meta:
+            if node.op == "call_function" and node.users and not {"val", "example_value"} & node.meta.keys():
                 raise PassError(f"pass {name}: %{node.name} in graph {sub.path or 'main'} has no meta['val']")
 
 
 def _settled(results: list[PassResult]) -> list[PassResult]:
-    """Drop near misses at nodes that some later match of the same family contains."""
+    """Drop near misses at nodes that some later match took (of the same family, or as a part of something larger)."""
     out: list[PassResult] = []
     for i, result in enumerate(results):
-        later = {(m.family, m.graph, n) for r in results[i:] for m in r.matches for n in m.nodes}
-        keep: tuple[NearMiss, ...] = tuple(m for m in result.near_misses if (m.family, m.graph, m.node) not in later)
+        later = {(m.graph, n) for r in results[i:] for m in r.matches for n in m.nodes}
+        keep: tuple[NearMiss, ...] = tuple(m for m in result.near_misses if (m.graph, m.node) not in later)
         out.append(replace(result, near_misses=keep))
     return out
 

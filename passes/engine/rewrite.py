@@ -57,7 +57,8 @@ class Rewriter:
         """Structural reasons against a solution, checked while other assignments can still be tried."""
         outputs = {n for n in s.outputs if n is not None}
         wild = {n for p, n in s.map.items() if p in variant.inputs and isinstance(n, Node)}
-        inner = ({n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs} | set(s.through)) - wild
+        inner = {n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs}
+        inner = (inner | set(s.through)) - wild
         if not inner:
             return "nothing but inputs"
         if why := self._escapes(inner, outputs, variant):
@@ -76,7 +77,8 @@ class Rewriter:
                 continue
             for user in node.users:
                 if user not in inner:
-                    return f"{op_name(node.target)} %{node.name} is also used by {fxutil.describe(user)}, outside the match"
+                    what = f"{op_name(node.target)} %{node.name}"
+                    return f"{what} is also used by {fxutil.describe(user)}, outside the match"
         return None
 
     def _feeds_itself(self, inner: set[Node], wild: set[Node]) -> bool:
@@ -133,7 +135,7 @@ class Rewriter:
         tensors = {name: node.meta["val"] for name, node in match.inputs.items()}
         key = (
             id(variant),
-            *((n, tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, v.device) for n, v in tensors.items()),
+            *((n, str([*v.shape]), str(v.stride()), v.dtype, v.device) for n, v in tensors.items()),
             *match.scalars.items(),
             *((k, str(v)) for k, v in match.dims.items() if needs_dims),
         )
