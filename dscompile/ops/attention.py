@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dscompile.ops.checks import FLOATS, INTEGERS, Check
 from dscompile.ops.cost import Cost, costed
-from dscompile.ops.layout import check_rows, decode_rows
+from dscompile.ops.layout import PLAIN, check_rows, decode_rows
 from dscompile.ops.registry import define
 from dscompile.ops.rope import rope
 
@@ -67,12 +67,21 @@ def _validate(
         _CHECK.that(2 * cos.shape[2] <= dim, "2 * last axis of cos", 2 * cos.shape[2], f"<= head size {dim}")
 
 
-def _gather_rows(rows: Tensor, index: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
-    """rows [B, S, width], index [B, t, M] in range -> values [B, t, M, D]; decodes whichever is fewer rows."""
+def _gather_rows(rows: Tensor, index: Tensor, valid: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
+    """rows [B, S, width], index [B, t, M] in range -> values fp32 [B, t, M, D], read as `dtype`, 0 where not valid.
+
+    A row that a query does not see is zeroed before it can be multiplied, because 0 * NaN is NaN.
+    """
     batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
-    if index.shape[1] * index.shape[2] < rows.shape[1]:
-        return decode_rows(rows[batch, index], format, dim, dtype)
-    return decode_rows(rows, format, dim, dtype)[batch, index]
+    values = decode_rows(rows[batch, index], format, dim, dtype).float()
+    return values.masked_fill_(~valid.unsqueeze(-1), 0.0)
+
+
+def _decode_early(rows: Tensor, format: str, reads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """The pool as plain fp32 rows if it would be read more often than it has rows, else as it is."""
+    if reads < rows.shape[1]:
+        return rows, format
+    return decode_rows(rows, format, dim, dtype).float(), PLAIN
 
 
 def _window_index(q_pos: Tensor, window_start: Tensor, window: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -89,13 +98,11 @@ def _window_index(q_pos: Tensor, window_start: Tensor, window: int, rows: int) -
 
 
 def attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, scale: float) -> Tensor:
-    """q [B, t, H, D], keys [B, t, M, D], valid [B, t, M] -> [B, t, H, D] in q.dtype.
+    """q [B, t, H, D], keys fp32 [B, t, M, D] (0 where not valid), valid [B, t, M] -> [B, t, H, D] in q.dtype.
 
     p = exp(scale * q . k - max) over the valid keys in fp32; the denominator also holds exp(sink - max); p is rounded
-    to q.dtype before it multiplies the keys. Without a valid key the result is 0. An invalid key is zeroed before it
-    is multiplied, because 0 * NaN is NaN.
+    to q.dtype before it multiplies the keys. Without a valid key the result is 0.
     """
-    keys = keys.float().masked_fill(~valid.unsqueeze(-1), 0.0)
     mask = valid.unsqueeze(2)
     logits = (torch.matmul(q.float(), keys.transpose(-1, -2)) * scale).masked_fill(~mask, _MAX_START)
     top = torch.cat((logits, logits.new_full((*logits.shape[:-1], 1), _MAX_START)), -1).amax(-1, keepdim=True)
@@ -138,16 +145,17 @@ def sparse_attention(
             q = rope(q, cos, sin, False)
     per_query = min(window, window_kv.shape[1]) + (0 if comp_idx is None else comp_idx.shape[2])
     step = max(1, _CHUNK_ELEMENTS // max(1, batch * per_query * dim))
-    if tokens > step:  # decoded once, not once a chunk
-        window_kv, window_format = decode_rows(window_kv, window_format, dim, q.dtype), "none"
+    window_kv, window_format = _decode_early(window_kv, window_format, tokens * window, dim, q.dtype)
+    if comp_kv is not None and comp_idx is not None:
+        comp_kv, comp_format = _decode_early(comp_kv, comp_format, tokens * comp_idx.shape[2], dim, q.dtype)
     out = torch.empty_like(q)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         index, valid = _window_index(q_pos[:, part], window_start, window, window_kv.shape[1])
-        keys = _gather_rows(window_kv, index, window_format, dim, q.dtype)
+        keys = _gather_rows(window_kv, index, valid, window_format, dim, q.dtype)
         if comp_kv is not None and comp_idx is not None:
             index = comp_idx[:, part]
-            picked = _gather_rows(comp_kv, index.clamp_min(0), comp_format, dim, q.dtype)
+            picked = _gather_rows(comp_kv, index.clamp_min(0), index >= 0, comp_format, dim, q.dtype)
             keys, valid = torch.cat((keys, picked), 2), torch.cat((valid, index >= 0), 2)
         out[:, part] = attend(q[:, part], keys, valid, sink, scale)
     return out if cos is None or sin is None else rope(out, cos, sin, True)
