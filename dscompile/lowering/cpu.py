@@ -1,0 +1,223 @@
+"""Lowering for the CPU: each `dsv4::` op of a graph becomes its best template.
+
+An "inline" template is traced on the node's own fake values and its ATen nodes take the op's place, so that Inductor
+fuses them with their neighbours. An "opaque" one becomes a call of the custom op `dsv4_cpu::<template>`, which has the
+schema, the mutations and the fake kernel of the op that it replaces. Where no template fits, the op's reference is
+inlined if it can be traced without looking at data, else the op stays and runs its reference as a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from dscompile import compat
+from dscompile.lowering.template import Choice, CpuTemplate, LoweringRecord, choose, cpu_templates
+from dscompile.ops import NAMESPACE, OPS
+
+CPU_NAMESPACE = "dsv4_cpu"
+_FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
+_KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
+
+_LIBRARY = torch.library.Library(CPU_NAMESPACE, "DEF")
+_registered: set[str] = set()
+
+
+def opaque_op(template: CpuTemplate) -> torch._ops.OpOverload:
+    """The custom op of an opaque template of a `dsv4::` op, registered at the first question."""
+    if template.name not in _registered:
+        spec = OPS[template.op.removeprefix(f"{NAMESPACE}::")]
+        schema = template.name + spec.schema[spec.schema.index("(") :]
+        # The kernels take any strides, so Inductor may keep whatever layout it has.
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+        _LIBRARY.impl(template.name, template.fn, "CompositeExplicitAutograd")
+        compat.register_fake(_LIBRARY, f"{CPU_NAMESPACE}::{template.name}", spec.fake)
+        _registered.add(template.name)
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, CPU_NAMESPACE), template.name).default
+    return op
+
+
+def lower_graph(gm: fx.GraphModule) -> list[LoweringRecord]:
+    """Replace every `dsv4::` op of `gm`, and of the graphs of its layer regions, by a CPU template; changes `gm`.
+
+    gm: a functional ATen graph whose nodes carry fake values in `meta["val"]`; ops that change an argument may appear
+    as they are or inside `auto_functionalized`. Returns one record per op, in the order of the graph.
+    """
+    records = []
+    for graph_module in _graph_modules(gm):
+        changed = False
+        for node in list(graph_module.graph.nodes):
+            record = _lower_node(graph_module, node)
+            if record is not None:
+                records.append(record)
+                changed = True
+        if changed:
+            graph_module.graph.lint()
+            graph_module.recompile()
+    return records
+
+
+def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`gm` and the graphs that it reaches through higher-order ops, each once."""
+    seen: set[int] = set()
+    stack = [gm]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        names = dict.fromkeys(str(node.target) for node in current.graph.nodes if node.op == "get_attr")
+        children = [getattr(current, name, None) for name in names]
+        stack += [child for child in reversed(children) if isinstance(child, fx.GraphModule)]
+
+
+def _op_of(node: fx.Node) -> tuple[str, bool] | None:
+    """The name of the vocabulary op that a node calls, and whether it is wrapped by functionalisation."""
+    if node.op != "call_function":
+        return None
+    wrapped = node.target in _FUNCTIONALIZED
+    target = node.args[0] if wrapped else node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return None
+    return target._schema.name.removeprefix(f"{NAMESPACE}::"), wrapped
+
+
+def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
+    found = _op_of(node)
+    if found is None:
+        return None
+    name, wrapped = found
+    op = f"{NAMESPACE}::{name}"
+    choice = choose(cpu_templates().get(op, ()), _call_meta(node, name, wrapped))
+    if choice.template is not None and choice.template.form == "opaque":
+        if wrapped:
+            node.args = (opaque_op(choice.template), *node.args[1:])
+        else:
+            node.target = opaque_op(choice.template)
+        return LoweringRecord(op, choice.template.name, node.name, choice.reason)
+    if wrapped or OPS[name].op._schema.is_mutable:
+        return LoweringRecord(op, "reference (called)", node.name, choice.reason)
+    return _inline_or_call(gm, node, op, choice)
+
+
+def _inline_or_call(gm: fx.GraphModule, node: fx.Node, op: str, choice: Choice) -> LoweringRecord:
+    reason = choice.reason
+    if choice.template is not None:
+        failure = inline(gm, node, choice.template.fn)
+        if failure is None:
+            return LoweringRecord(op, choice.template.name, node.name, reason)
+        reason = f"{choice.template.name} could not be traced: {failure}"
+    failure = inline(gm, node, OPS[op.removeprefix(f"{NAMESPACE}::")].reference)
+    if failure is None:
+        return LoweringRecord(op, "reference (inlined)", node.name, reason)
+    return LoweringRecord(op, "reference (called)", node.name, f"{reason}; reference not traceable: {failure}")
+
+
+def _call_meta(node: fx.Node, name: str, wrapped: bool) -> dict[str, Any]:
+    """The arguments of the op by name, nodes replaced by their fake values."""
+    arguments = OPS[name].op._schema.arguments
+    if wrapped:
+        given = dict(node.kwargs)
+    else:
+        given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    return {name: _value(given[name]) for name in (a.name for a in arguments) if name in given}
+
+
+def _value(argument: Any) -> Any:
+    return pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), argument)
+
+
+def inline(gm: fx.GraphModule, node: fx.Node, fn: Callable[..., Any]) -> str | None:
+    """Put the nodes of `fn`, traced on the node's fake arguments, in the place of `node`.
+
+    Symbolic sizes stay symbolic: sizes that `fn` reads become `sym_size` nodes of the arguments. Returns None, or the
+    reason why nothing was changed (`fn` looks at data, or the traced result does not fit the node's value).
+    """
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    sources = [value for value in flat if isinstance(value, fx.Node)]
+    values = [_value(source) for source in sources]
+    if any(value is None for value in values):
+        return "an argument has no fake value"
+
+    def call(*inputs: Any) -> Any:
+        rest = iter(inputs)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, fx.Node) else v for v in flat], spec)
+        return fn(*args, **kwargs)
+
+    try:
+        with _fake_mode(values), torch.no_grad():
+            traced = make_fx(call)(*values)
+    except Exception as error:  # whatever tracing raises means: not traceable
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+    traced.graph.eliminate_dead_code()
+    mismatch = _mismatch(node.meta.get("val"), traced)
+    if mismatch is not None:
+        return mismatch
+    _splice(gm, node, traced, sources)
+    return None
+
+
+def _fake_mode(values: Sequence[Any]) -> FakeTensorMode:
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return FakeTensorMode()
+
+
+def _mismatch(expected: Any, traced: fx.GraphModule) -> str | None:
+    """Why the traced results cannot stand for `expected` (fake values), or None."""
+    result = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+    got, want = pytree.tree_leaves(_value(result)), pytree.tree_leaves(expected)
+    if len(got) != len(want):
+        return f"{len(got)} results instead of {len(want)}"
+    for have, need in zip(got, want):
+        if isinstance(need, torch.Tensor) and (have.dtype != need.dtype or have.dim() != need.dim()):
+            return f"a result is {have.dtype} of rank {have.dim()} instead of {need.dtype} of rank {need.dim()}"
+    return None
+
+
+def _splice(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
+    graph = gm.graph
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    env: dict[fx.Node, Any] = dict(zip(placeholders, sources, strict=True))
+    kept = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+    result: Any = None
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "output":
+                result = pytree.tree_map_only(fx.Node, env.__getitem__, inner.args[0])
+                continue
+            if inner.op == "get_attr":  # a constant of the trace moves along
+                name = _new_attribute(gm, f"_dsv4_{inner.target}")
+                setattr(gm, name, getattr(traced, inner.target))
+                copy = graph.get_attr(name)
+            else:
+                copy = graph.node_copy(inner, env.__getitem__)
+            copy.meta = {**inner.meta, **kept}
+            env[inner] = copy
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # several results: every user is a getitem
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _new_attribute(gm: fx.GraphModule, wanted: str) -> str:
+    name, count = wanted, 0
+    while hasattr(gm, name):
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
