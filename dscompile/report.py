@@ -26,15 +26,13 @@ class Match:
     """One recognised piece of mathematics.
 
     layer: module path of the layer, or "" outside layers; family: what it is (for example "attention"); pattern: which
-    pattern recognised it; source: the user's source line; lowering: the kernel that runs it ("" until lowered).
+    pattern recognised it; source: the user's source line.
     """
 
     layer: str
     family: str
     pattern: str
     source: str = ""
-    lowering: str = ""
-    cost: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,7 @@ class GraphReport:
     misses: list[Miss] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    lowerings: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
@@ -221,11 +220,17 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
         for row in rows:
             table.add_row(*row)
         yield table
-    lowered = Counter((m.family, m.pattern, m.lowering) for m in graph.matches)
-    if lowered:
-        table = Table("family", "pattern", "lowered to", "count", show_edge=False, pad_edge=False)
-        for (family, pattern, lowering), count in sorted(lowered.items()):
-            table.add_row(family, pattern, lowering or "-", str(count))
+    patterns = Counter((m.family, m.pattern) for m in graph.matches)
+    if patterns:
+        table = Table("family", "pattern", "count", show_edge=False, pad_edge=False)
+        for (family, pattern), count in sorted(patterns.items()):
+            table.add_row(family, pattern, str(count))
+        yield table
+    if graph.lowerings:
+        table = Table("operation", "kernel", "count", show_edge=False, pad_edge=False)
+        for operation, kernels in graph.lowerings.items():
+            for kernel, count in kernels.items():
+                table.add_row(operation, kernel, str(count))
         yield table
     for line in graph.shared:
         yield Text(f"shared: {line}")
@@ -246,10 +251,13 @@ def _html_graph(graph: GraphReport) -> str:
     parts = [f"<h2>{html.escape(_headline(graph))}</h2>", _html_table(*layer_table(graph))]
     parts.append(
         _html_table(
-            ["layer", "family", "pattern", "lowered to", "cost", "source"],
-            [[m.layer, m.family, m.pattern, m.lowering, m.cost, m.source] for m in graph.matches],
+            ["layer", "family", "pattern", "source"],
+            [[m.layer, m.family, m.pattern, m.source] for m in graph.matches],
         )
     )
+    kernels = [[op, kernel, str(n)] for op, found in graph.lowerings.items() for kernel, n in found.items()]
+    if kernels:
+        parts.append(_html_table(["operation", "kernel", "count"], kernels))
     if graph.misses:
         parts.append(
             _html_table(

@@ -106,3 +106,68 @@ def _written_view(graph: fx.Graph, kwargs: dict[str, Any], prefix: str, bases: l
         bounds = tuple(kwargs[f"{prefix}_slice_{part}"] for part in ("dim", "start", "end"))
         return graph.call_function(torch.ops.aten.slice.Tensor, (base, *bounds))
     return base
+
+
+def functionalise_writes(region: fx.GraphModule) -> None:
+    """Turns in-place operators on the region's arguments into their functional form, closed by `copy_`.
+
+    Inductor traces a region that writes through a wrapper which knows ATen's in-place operators but no custom ones;
+    in functional form they pass, and Inductor puts them back in place without a copy.
+    """
+    graph = region.graph
+    newest: dict[fx.Node, fx.Node] = {}
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if newest:
+            node.args = fx.map_arg(node.args, lambda n: newest.get(n, n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n: newest.get(n, n))
+        written = _written_names(node)
+        if written:
+            _functional_call(graph, node, written, newest)
+    with graph.inserting_before(output):
+        for base, value in newest.items():
+            copied = graph.call_function(torch.ops.aten.copy_.default, (base, value))
+            copied.meta["val"] = base.meta.get("val")
+    if newest:
+        graph.lint()
+        region.recompile()
+
+
+def _written_names(node: fx.Node) -> list[str]:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace == "aten":
+        return []
+    arguments = target._schema.arguments
+    return [arg.name for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+
+def _functional_call(graph: fx.Graph, node: fx.Node, written: list[str], newest: dict[fx.Node, fx.Node]) -> None:
+    names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    bases = [given.pop(name) for name in written]
+    assert all(isinstance(base, fx.Node) for base in bases)
+    roots = {value: base for base, value in newest.items()}
+    kwargs: dict[str, Any] = {**given, "_all_bases": bases}
+    for index, name in enumerate(written):
+        kwargs[f"_{name}_base_index"] = index
+    returns = len(node.target._schema.returns)  # type: ignore[union-attr]
+    with graph.inserting_before(node):
+        call = graph.call_function(HOP.auto_functionalized_v2, (node.target,), kwargs)
+    call.meta.update({key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")})
+    value = node.meta.get("val")
+    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    call.meta["val"] = (*(results if returns else [None]), *(base.meta.get("val") for base in bases))
+    with graph.inserting_after(call):
+        for offset, base in reversed(list(enumerate(bases))):
+            # an operator without results still returns one None in front of the written bases
+            item = graph.call_function(operator.getitem, (call, max(returns, 1) + offset))
+            item.meta["val"] = base.meta.get("val")
+            newest[roots.get(base, base)] = item
+        if returns == 1:
+            single = graph.call_function(operator.getitem, (call, 0))
+            single.meta.update(node.meta)
+            node.replace_all_uses_with(single)
+        elif returns > 1:
+            for user in list(node.users):
+                user.args = (call, *user.args[1:])
+    graph.erase_node(node)

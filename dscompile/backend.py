@@ -1,0 +1,135 @@
+"""The Dynamo backend: `torch.compile(model, backend="dsv4")`.
+
+Dynamo's graph -> functional ATen graph -> passes (recognise, share) -> lowering for the target -> Inductor.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dscompile import capture, report
+from dscompile.options import Options
+from dscompile.rewriting import Snapshots, rewrite
+from dscompile.verify import checked, copy_graph
+
+
+class DscompileWarning(UserWarning):
+    """Something the user asked for did not happen as asked: the message says what and why."""
+
+
+def dsv4(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles one Dynamo graph; the entry point `dsv4` of the group `torch_dynamo_backends`.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs (fake tensors, tensors or symbolic sizes).
+        options: fields of `dscompile.options.Options`, as given to `torch.compile(options=...)`.
+        mode: `torch.compile`'s mode; None and "default" are accepted.
+
+    Raises:
+        ValueError: an unknown option or a value that is not allowed.
+        dscompile.rewriting.StrictError: with `strict=True`, when something that resembles DeepSeek mathematics was
+            not recognised.
+    """
+    settings = Options.from_user(options, mode)
+    entry = report.GraphReport(name=_graph_name(), inputs=_describe_inputs(gm, example_inputs))
+    _warn_before_recompile_limit(entry)
+    entry.nodes_before = len(gm.graph.nodes)
+    if capture.needs_gradients(example_inputs):
+        return _leave_unchanged(gm, example_inputs, settings, entry)
+    names = capture.placeholder_names(gm)
+    started = time.perf_counter()
+
+    def inner(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        entry.capture_seconds = time.perf_counter() - started
+        began = time.perf_counter()
+        original = copy_graph(graph) if settings.verify else None
+        snapshots = Snapshots(keep=settings.verify)
+        rewrite(graph, names, settings, entry, snapshots)
+        entry.rewrite_seconds = time.perf_counter() - began
+        run = _compile(graph, inputs, settings, entry)
+        if original is not None:
+            run = checked(original, snapshots.graphs, run, entry)
+        _publish(entry, settings)
+        return run
+
+    return capture.functionalise(gm, example_inputs, inner)
+
+
+def _compile(
+    graph: fx.GraphModule, inputs: list[Any], settings: Options, entry: report.GraphReport
+) -> Callable[..., Any]:
+    if not settings.inductor:
+        return graph.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    began = time.perf_counter()
+    compiled = compile_fx(graph, inputs, config_patches=dict(settings.inductor_options) or None)
+    entry.compile_seconds = time.perf_counter() - began
+    return compiled  # type: ignore[return-value]
+
+
+def _leave_unchanged(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options, entry: report.GraphReport
+) -> Callable[..., Any]:
+    message = (
+        "inputs require gradients: dsv4 rewrites inference graphs only, so this graph went to Inductor unchanged; "
+        "call the model under torch.no_grad()"
+    )
+    warnings.warn(message, DscompileWarning, stacklevel=2)
+    entry.notes.append(message)
+    entry.nodes_after = entry.nodes_before
+    _publish(entry, settings)
+    if not settings.inductor:
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
+
+
+def _publish(entry: report.GraphReport, settings: Options) -> None:
+    report.publish(entry)
+    if settings.report:
+        report.last_report().write(settings.report)
+
+
+def _graph_name() -> str:
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return f"graph {compile_id}" if compile_id is not None else "graph"
+
+
+def _warn_before_recompile_limit(entry: report.GraphReport) -> None:
+    """Dynamo runs a function eagerly, with a log line only, once it was recompiled too often: say so before."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    recompiles = getattr(compile_id, "frame_compile_id", None)
+    limit = torch._dynamo.config.recompile_limit
+    if recompiles is not None and recompiles + 2 >= limit:
+        message = (
+            f"this function has been compiled {recompiles + 1} times; at {limit} (torch._dynamo.config.recompile_limit) "
+            "Dynamo stops compiling it and runs it eagerly. Use a static cache (for transformers: "
+            "dscompile.integrations.transformers.StaticV4Cache) or mark changing sizes with torch._dynamo.mark_dynamic"
+        )
+        warnings.warn(message, DscompileWarning, stacklevel=3)
+        entry.notes.append(message)
+
+
+def _describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """The inputs that are neither parameters nor buffers, shortly: dtype and shape of the first few."""
+    shown = []
+    for name, value in zip(capture.placeholder_names(gm), example_inputs, strict=False):
+        if isinstance(value, torch.Tensor) and "." not in name and not isinstance(value, torch.nn.Parameter):
+            shape = "x".join(str(size) for size in value.shape)
+            shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')} {shape or 'scalar'}")
+    return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")

@@ -1,0 +1,170 @@
+"""One functional graph through the whole rewriting: recognise, share, lower; and into the report."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from dscompile.options import Options
+from dscompile.passes.default import default_pipeline, pass_names
+from dscompile.passes.engine import PassContext, PassResult
+from dscompile.passes.engine.graphs import subgraphs
+from dscompile.passes.regions import functionalise_writes, region_calls, region_module, restore_region_mutation
+from dscompile.passes.share import hoist_shared
+from dscompile.passes.shared_rows import DecodeInFront
+from dscompile.report import GraphReport, Match, Miss, PassTiming
+from dscompile.verify import copy_graph
+
+#: Rewriting steps that are not passes over patterns but can be switched off like them.
+STEPS = ("share",)
+
+
+class StrictError(RuntimeError):
+    """`strict=True` and something that resembles DeepSeek mathematics was not recognised; the message lists it."""
+
+
+@dataclass
+class Snapshots:
+    """Copies of the graph after each step, for bisection; empty unless asked for."""
+
+    keep: bool = False
+    graphs: list[tuple[str, fx.GraphModule]] = field(default_factory=list)
+
+    def take(self, name: str, graph: fx.GraphModule) -> None:
+        if self.keep:
+            self.graphs.append((name, copy_graph(graph)))
+
+
+def rewrite(
+    graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots
+) -> None:
+    """Rewrites `graph` in place and fills `entry`.
+
+    Args:
+        graph: a functional ATen graph, regions included.
+        input_names: the user's name of every placeholder, see `capture.placeholder_names`.
+
+    Raises:
+        StrictError: see there.
+    """
+    options.check_passes((*pass_names(), *STEPS))
+    entry.nodes_before = count_nodes(graph)
+    labels = layer_labels(graph, input_names)
+    entry.regions = len({region_module(graph, call) for call in region_calls(graph)})
+    entry.region_calls = len(region_calls(graph))
+    dump = _Dump(options.dump_dir, entry.name, graph)
+
+    def after(name: str, rewritten: fx.GraphModule, result: PassResult) -> None:
+        entry.passes.append(PassTiming(name, len(result.matches), len(result.near_misses), result.seconds))
+        dump.write(name, rewritten)
+        snapshots.take(name, rewritten)
+
+    off = [name for name in options.disable if name not in STEPS]
+    results = default_pipeline(off).run(graph, PassContext(options), hook=after)
+    _record(results, labels, entry)
+    if options.strict and entry.misses:
+        raise StrictError(_strict_message(entry))
+    for region in {region_module(graph, call) for call in region_calls(graph)}:
+        functionalise_writes(region)
+    restore_region_mutation(graph)
+    snapshots.take("regions", graph)
+    if options.share and "share" not in options.disable:
+        DecodeInFront().run(graph, PassContext(options))
+        entry.shared = [str(shared) for shared in hoist_shared(graph)]
+        dump.write("share", graph)
+        snapshots.take("share", graph)
+    if options.lower:
+        _lower(graph, options, entry)
+        dump.write("lower", graph)
+        snapshots.take("lower", graph)
+    entry.nodes_after = count_nodes(graph)
+
+
+def count_nodes(graph: fx.GraphModule) -> int:
+    """Operations of a graph and of every region in it, each region once."""
+    return sum(node.op == "call_function" for sub in subgraphs(graph) for node in sub.gm.graph.nodes)
+
+
+def layer_labels(graph: fx.GraphModule, input_names: Sequence[str]) -> dict[str, list[str]]:
+    """Region name -> the layer that each of its calls stands for, such as "layers.3".
+
+    A call's layer is the numbered module whose parameters it takes most of.
+    """
+    names = dict(zip(graph.graph.find_nodes(op="placeholder"), input_names, strict=False))
+    paths = {id(sub.gm): sub.path for sub in subgraphs(graph)}
+    labels: dict[str, list[str]] = {}
+    for position, call in enumerate(region_calls(graph)):
+        counts = Counter(
+            found[1] for source in call.all_input_nodes if (found := re.match(r"(.*?\w+\.\d+)\.", names.get(source, "")))
+        )
+        label = counts.most_common(1)[0][0] if counts else f"call {position}"
+        labels.setdefault(paths[id(region_module(graph, call))], []).append(label)
+    return labels
+
+
+def _record(results: Sequence[PassResult], labels: dict[str, list[str]], entry: GraphReport) -> None:
+    for result in results:
+        for match in result.matches:
+            for layer in labels.get(match.graph) or [_short(match.layer)]:
+                entry.matches.append(Match(layer, match.family, match.pattern, match.source))
+        for miss in result.near_misses:
+            for layer in labels.get(miss.graph) or [_short(miss.layer)]:
+                entry.misses.append(Miss(layer, miss.family, miss.pattern, miss.node, miss.source, miss.reason))
+
+
+def _short(layer: str) -> str:
+    found = re.search(r"\w+\.\d+$", layer)
+    return found[0] if found else layer
+
+
+def _lower(graph: fx.GraphModule, options: Options, entry: GraphReport) -> None:
+    from dscompile.lowering.cpu import lower_graph
+
+    chosen: dict[str, Counter[str]] = {}
+    for sub in subgraphs(graph):
+        for record in lower_graph(sub.gm):
+            chosen.setdefault(record.op, Counter())[record.template or f"reference ({record.reason})"] += sub.calls
+    entry.lowerings = {op: dict(count) for op, count in sorted(chosen.items())}
+
+
+def _strict_message(entry: GraphReport) -> str:
+    lines = [f"strict: {len(entry.misses)} places resemble DeepSeek mathematics and were not recognised"]
+    for miss in entry.misses[:20]:
+        where = f"{miss.layer or 'outside layers'}, {miss.node}, {miss.source}"
+        lines.append(f"  {miss.family}/{miss.pattern} at {where}: {miss.reason}")
+    return "\n".join(lines)
+
+
+class _Dump:
+    """Writes every graph and its difference to the one before, if a folder was given."""
+
+    def __init__(self, folder: str | None, name: str, graph: fx.GraphModule) -> None:
+        self._folder = Path(folder) / re.sub(r"\W+", "_", name) if folder else None
+        self._count = 0
+        self._before = ""
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.write("captured", graph)
+
+    def write(self, step: str, graph: fx.GraphModule) -> None:
+        if self._folder is None:
+            return
+        text = _text(graph)
+        stem = f"{self._count:02d}_{step}"
+        (self._folder / f"{stem}.txt").write_text(text, encoding="utf-8")
+        if self._count:
+            lines = difflib.unified_diff(self._before.splitlines(), text.splitlines(), "before", step, lineterm="")
+            (self._folder / f"{stem}.diff").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._before = text
+        self._count += 1
+
+
+def _text(graph: Any) -> str:
+    return str(graph.print_readable(print_output=False))
