@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from . import fxutil
@@ -139,51 +140,53 @@ def _attempt(v: Variant, p: Node, t: Node, missing: Node | None, rewriter: Rewri
     return Attempt(v, share, reason, matcher.failure.node or t, c)
 
 
-def best_attempt(pattern: Pattern, at: Node, rewriter: Rewriter | None = None) -> Attempt | None:
-    """The alignment with the largest share over all variants; those of the right dtype and rank come first."""
-    best: Attempt | None = None
+def best_attempt(pattern: Pattern, at: Node, rewriter: Rewriter | None = None, dtypes: frozenset[Any] = frozenset()
+                 ) -> Attempt | None:  # fmt: skip
+    """The alignment with the largest share over the variants that have a like node; over all others if none has."""
+    like: list[Variant] = []
+    unlike: list[Variant] = []
     for chosen, rank in pattern.variants():
-        attempt = align(pattern.variant(chosen, rank), at, rewriter)
-        if attempt is None:
-            continue
-        if best is None or _rank(attempt, at) > _rank(best, at):
-            best = attempt
-    return best
+        if not dtypes or dtypes.issuperset(chosen.values()):
+            variant = pattern.variant(chosen, rank)
+            (like if _has_like(variant, at) else unlike).append(variant)
+    attempts = [a for v in like or unlike if (a := align(v, at, rewriter)) is not None]
+    return max(attempts, key=lambda a: (a.reason == "matches", a.share), default=None)
 
 
-def _rank(a: Attempt, at: Node) -> tuple:
+def _has_like(variant: Variant, at: Node) -> bool:
     want = at.meta.get("val")
-    same = any(
-        getattr(n.meta.get("val"), "dtype", None) == getattr(want, "dtype", 0)
-        and len(n.meta["val"].shape) == len(want.shape)
-        for n in a.variant.graph.find_nodes(op="call_function", target=at.target)
-    )
-    return (same, a.reason == "matches", a.share)
+    for node in variant.graph.find_nodes(op="call_function", target=at.target, sort=False):
+        have = node.meta.get("val")
+        if isinstance(have, torch.Tensor) and isinstance(want, torch.Tensor):
+            if have.dtype == want.dtype and have.dim() == want.dim():
+                return True
+    return False
 
 
-def near_misses(patterns: Iterable[Pattern], sub: Subgraph, refused: Mapping[tuple[str, Node], NearMiss]
-                ) -> list[NearMiss]:  # fmt: skip
-    """What is left in a graph that looks like one of the patterns, one entry per family and key node."""
+def near_misses(patterns: Iterable[Pattern], sub: Subgraph, refused: Iterable[NearMiss]) -> list[NearMiss]:
+    """What is left in a graph that looks like one of the patterns: per family and place the closest attempt.
+
+    ``refused`` are complete matches that a guard or check turned down.
+    """
     rewriter = Rewriter(sub.gm)
-    best: dict[tuple[str, str], NearMiss] = {}
-    for (_, node), miss in refused.items():
-        if not node._erased:
-            best[miss.family, miss.node] = miss
-    covered = {(m.family, m.node) for m in best.values()}
+    values = (n.meta.get("val") for n in sub.gm.graph.nodes)
+    dtypes = frozenset(v.dtype for v in values if isinstance(v, torch.Tensor))
+    names = {n.name for n in sub.gm.graph.nodes}
+    found: list[tuple[NearMiss, set[str]]] = [(m, {m.node}) for m in refused if m.node in names]
     for pattern in patterns:
         for node in _key_nodes(pattern, sub):
-            attempt = best_attempt(pattern, node, rewriter)
+            attempt = best_attempt(pattern, node, rewriter, dtypes)
             if attempt is None or attempt.share < pattern.share or attempt.reason == "matches":
                 continue
-            if any(
-                (pattern.family, n.name) in covered for n in attempt.comparison.seen.values() if isinstance(n, Node)
-            ):
-                continue
             miss = _miss(pattern, sub, attempt.node, node, attempt.reason, attempt.share)
-            known = best.get((pattern.family, node.name))
-            if known is None or known.share < miss.share:
-                best[pattern.family, node.name] = miss
-    return list(best.values())
+            found.append((miss, {t.name for p, t in attempt.comparison.seen.items() if p in attempt.comparison.agreed}))
+    out: list[NearMiss] = []
+    taken: dict[str, set[str]] = {}
+    for miss, nodes in sorted(found, key=lambda f: -f[0].share):
+        if not nodes & taken.setdefault(miss.family, set()):
+            out.append(miss)
+            taken[miss.family] |= nodes
+    return out
 
 
 def _key_nodes(pattern: Pattern, sub: Subgraph) -> Iterator[Node]:

@@ -1,496 +1,168 @@
-"""Finding a traced pattern in a graph: unification with backtracking.
+"""Finding a traced pattern in a graph: depth-first search over pairs of nodes that must agree, with backtracking.
 
-The pattern's output is laid on a graph node and both are followed to their inputs. What the two must agree on:
-operator, dtypes, shapes (named sizes bind, everything else is literal), arguments (sentinels and sizes bind). What may
-differ: the order of commutative operands, how a chain of reshapes or permutes is cut, copies, and layout operations
-that do nothing for the sizes at hand (a pattern traced with many heads meets a graph with one).
+The pattern's output is laid on a graph node; ``unify`` says what follows for the nodes below; further outputs are then
+looked for from the nodes matched so far.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from . import fxutil
-from .fxutil import describe, same_size
-from .optable import COMMUTATIVE, COPIES, EXPAND, LAYOUT, PERMUTE, RESHAPE, SKIPPABLE, SLICE, aten, op_name
-from .pattern import Variant
+from .fxutil import same_size
+from .optable import LAYOUT, RESHAPE, SLICE, op_name
+from .pattern import NAME
+from .unify import Alternative, Goal, Solution, Unifier, Virtual
 
-_IGNORED_KWARGS = frozenset({"device", "pin_memory", "layout", "memory_format", "non_blocking"})
-Goal = tuple[Any, Any]
-Alternative = Callable[[], "list[Goal] | None"]
-
-
-@dataclass(frozen=True)
-class Virtual:
-    """A pattern input that is not in the graph as such: ``op(base)`` undoes the layout step the pattern begins with."""
-
-    op: Any
-    base: Node
-    arg: Any  # the permutation, or the pattern's input shape (sizes of the pattern)
+MAX_STEPS = 20_000
+Accept = Callable[[Solution], "str | None"]
 
 
-@dataclass
-class Failure:
-    """The constraint that stopped the attempt which got furthest."""
-
-    reason: str = "no candidate"
-    pattern_node: Node | None = None
-    node: Node | None = None
-    depth: int = -1
-
-
-@dataclass
-class Solution:
-    """Raw result of a match: pattern node -> graph node, bound sizes and scalars."""
-
-    map: dict[Node, Any]
-    dims: dict[int, Any]
-    scalars: dict[str, Any]
-    through: list[Node]
-    outputs: list[Node | None] = field(default_factory=list)
-
-
-class Matcher:
+class Matcher(Unifier):
     """Matches one variant; ``match`` may be called for any number of anchors."""
 
-    def __init__(self, variant: Variant) -> None:
-        self.v = variant
-        self.failure = Failure()
-        self.sentinels = {
-            float(v): k for k, v in variant.pattern.scalars.items() if not isinstance(v, int) or isinstance(v, bool)
-        }
-
-    # -- search -----------------------------------------------------------------------------------------------------
-
-    def match(self, anchor: Node, output: int = 0, accept: Callable[[Solution], str | None] | None = None
-              ) -> Solution | None:  # fmt: skip
-        """The first consistent assignment with output number ``output`` at ``anchor`` to which ``accept`` has no objection.
+    def match(self, anchor: Node, output: int = 0, accept: Accept | None = None) -> Solution | None:
+        """The first consistent assignment with output number ``output`` at ``anchor`` that ``accept`` lets pass.
 
         On None, ``self.failure`` holds the constraint that stopped the deepest attempt.
         """
-        self.map: dict[Node, Any] = {}
-        self.dims: dict[int, Any] = {}
-        self.scalars: dict[str, Any] = {}
-        self.through: list[Node] = []
-        self.trail: list[tuple[dict | list, Any]] = []
-        self.failure = Failure()
-        order = [output, *(i for i in range(len(self.v.outputs)) if i != output)]
+        self.reset()
         goals: Any = None
-        for i in reversed(order[1:]):
-            goals = (("output", i), goals)
+        for i in range(len(self.v.outputs) - 1, -1, -1):
+            if i != output:
+                goals = (("output", i), goals)
         goals = ((self.v.outputs[output], anchor), goals)
         choices: list[tuple[int, Any, Iterator[Alternative]]] = []
-        steps = 0
-        while True:
-            steps += 1
+        for _ in range(MAX_STEPS):
             if goals is None:
-                solution = Solution(dict(self.map), dict(self.dims), dict(self.scalars), list(self.through))
-                solution.outputs = [self._output(o) for o in self.v.outputs]
-                why = self._complete(solution) or (accept(solution) if accept else None)
+                solution = self._solution()
+                why = self._incomplete(solution) or (accept(solution) if accept else None)
                 if why is None:
                     return solution
                 self._fail(why, None, anchor)
-                alternatives: Iterable[Alternative] = ()
-                rest = None
             else:
                 (p, t), rest = goals
-                alternatives = self._optional(t) if p == "output" else self._alternatives(p, t)
-            options = iter(alternatives)
-            found = self._advance(options)
-            if found is not None:
-                choices.append((found[0], rest, options))
-                goals = self._push(found[1], rest)
-                continue
+                options = self._output_places(t) if p == "output" else self._alternatives(p, t)
+                choices.append((len(self.trail), rest, options))
             while choices:
-                mark, rest, options = choices.pop()
+                mark, rest, options = choices[-1]
                 self._undo(mark)
-                found = self._advance(options)
-                if found is not None:
-                    choices.append((mark, rest, options))
-                    goals = self._push(found[1], rest)
+                new = self._first(options, mark)
+                if new is not None:
+                    goals = self._push(new, rest)
                     break
+                choices.pop()
             else:
                 return None
-            if steps > 20000:
-                self._fail("search gave up after 20000 steps", None, anchor)
-                return None
+        self._fail(f"search given up after {MAX_STEPS} steps", None, anchor)
+        return None
 
-    def _advance(self, options: Iterator[Alternative]) -> tuple[int, list[Goal]] | None:
-        mark = len(self.trail)
+    def _first(self, options: Iterator[Alternative], mark: int) -> list[Goal] | None:
         for option in options:
             goals = option()
             if goals is not None:
-                return mark, goals
+                return goals
             self._undo(mark)
         return None
 
     @staticmethod
     def _push(new: list[Goal], rest: Any) -> Any:
         """Inner nodes first, inputs last: operators rule out a wrong path sooner than wildcards do."""
-        ordered = sorted(new, key=lambda g: isinstance(g[0], Node) and g[0].op == "placeholder")
-        for goal in reversed(ordered):
+        for goal in sorted(reversed(new), key=lambda g: not (isinstance(g[0], Node) and g[0].op == "placeholder")):
             rest = (goal, rest)
         return rest
 
-    def _set(self, table: dict, key: Any, value: Any) -> None:
-        table[key] = value
-        self.trail.append((table, key))
+    def _solution(self) -> Solution:
+        outputs = [n if isinstance(n := self.map.get(o), Node) else None for o in self.v.outputs]
+        return Solution(dict(self.map), dict(self.dims), dict(self.scalars), list(self.through), outputs)
 
-    def _undo(self, mark: int) -> None:
-        while len(self.trail) > mark:
-            table, key = self.trail.pop()
-            if isinstance(table, list):
-                table.pop()
-            else:
-                del table[key]
-
-    def _fail(self, reason: str, p: Node | None, t: Any) -> None:
-        if len(self.map) > self.failure.depth:
-            node = t if isinstance(t, Node) else None
-            self.failure = Failure(reason, p, node, len(self.map))
-
-    def _output(self, out: Node) -> Node | None:
-        found = self.map.get(out)
-        return found if isinstance(found, Node) else None
-
-    # -- one pair of nodes ------------------------------------------------------------------------------------------
-
-    def _alternatives(self, p: Node, t: Any) -> Iterator[Alternative]:
-        if p in self.map:
-            if not self._same_node(self.map[p], t):
-                what = f"input {self.v.inputs[p]}" if p in self.v.inputs else op_name(p.target)
-                self._fail(f"{what} is %{getattr(self.map[p], 'name', '?')} elsewhere, here {describe(t)}", p, t)
-            else:
-                yield list
-            return
-        if p in self.v.inputs:
-            yield lambda: self._bind_input(p, t)
-            if isinstance(t, Node) and t.target in COPIES:
-                yield lambda: self._step_over(p, t)
-            return
-        if p.op == "get_attr":
-            yield lambda: self._constant(p, t)
-            return
-        if not isinstance(t, Node):
-            self._fail(f"expected {op_name(p.target)}, found {describe(t)}", p, t)
-            return
-        tried = False
-        if t.target == p.target and t.op == p.op:
-            tried = True
-            if p.target is RESHAPE or p.target is PERMUTE:
-                for source in self._chain(t, p.target):
-                    yield lambda s=source: self._rearranged(p, t, s)
-            elif p.target in COMMUTATIVE:
-                yield lambda: self._same_op(p, t, False)
-                yield lambda: self._same_op(p, t, True)
-            else:
-                yield lambda: self._same_op(p, t, False)
-        elif t.target in COPIES and t.args:
-            yield lambda: self._step_over(p, t)
-            return
-        if p.target in SKIPPABLE:
-            yield lambda: self._nothing_here(p, t)
-            source = p.args[0]
-            if p.target in (RESHAPE, PERMUTE) and source in self.v.inputs and source not in self.map:
-                yield lambda: self._absorb(p, t)
-        if not tried:
-            self._fail(f"expected {op_name(p.target)}, found {describe(t)}", p, t)
-
-    def _same_node(self, a: Any, b: Any) -> bool:
-        return a is b or (isinstance(a, Node) and isinstance(b, Node) and _uncopied(a) is _uncopied(b))
-
-    def _take(self, p: Node, t: Node) -> bool:
-        """Agree on dtype and shape of a pair and record it."""
-        if not self._same_type(p, t.meta.get("val"), t):
-            return False
-        self._set(self.map, p, t)
-        return True
-
-    def _same_type(self, p: Node, have: Any, t: Any) -> bool:
-        want = p.meta.get("val")
-        if isinstance(want, (tuple, list)):
-            return isinstance(have, (tuple, list)) and len(want) == len(have)
-        if not isinstance(want, torch.Tensor):
-            return True
-        if not isinstance(have, torch.Tensor):
-            self._fail(f"{self._what(p)}: expected a tensor, found {describe(t)}", p, t)
-            return False
-        if want.dtype != have.dtype:
-            self._fail(f"{self._what(p)}: dtype {_dt(want)} expected, here {_dt(have)}", p, t)
-            return False
-        return self._bind_shape(want.shape, have.shape, p, t)
-
-    def _bind_shape(self, want: Any, have: Any, p: Node, t: Any) -> bool:
-        if len(want) != len(have):
-            self._fail(f"{self._what(p)}: {len(want)} dims expected, here {len(have)}", p, t)
-            return False
-        return all(self._bind(int(w), h, p, t) for w, h in zip(want, have))
-
-    def _bind(self, want: int, have: Any, p: Node, t: Any) -> bool:
-        """A size of the pattern against a size of the graph."""
-        if not self.v.is_size(want):
-            if same_size(want, have):
-                return True
-            self._fail(f"{self._what(p)}: {want} expected, here {have}", p, t)
-            return False
-        if want in self.dims:
-            if same_size(self.dims[want], have):
-                return True
-            self._fail(f"dim {self._size_name(want)} bound to {self.dims[want]}, here {have}", p, t)
-            return False
-        self._set(self.dims, want, have)
-        return True
-
-    def _size_name(self, value: int) -> str:
-        return self.v.names.get(value, str(value))
-
-    def _what(self, p: Node) -> str:
-        return f"input {self.v.inputs[p]}" if p in self.v.inputs else op_name(p.target)
-
-    def _bind_input(self, p: Node, t: Any) -> list[Goal] | None:
-        if not isinstance(t, Node):
-            self._fail(f"{self._what(p)}: expected a tensor, found {describe(t)}", p, t)
-            return None
-        return [] if self._take(p, t) else None
-
-    def _step_over(self, p: Node, t: Node) -> list[Goal]:
-        self.through.append(t)
-        self.trail.append((self.through, None))
-        return [(p, t.args[0])]
-
-    def _constant(self, p: Node, t: Any) -> list[Goal] | None:
-        if isinstance(t, Node) and t.op == "get_attr":
-            a, b = (getattr(n.graph.owning_module, str(n.target), None) for n in (p, t))
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype:
-                if torch.equal(a.cpu(), b.cpu()):
-                    self._set(self.map, p, t)
-                    return []
-        self._fail("another constant tensor", p, t)
-        return None
-
-    # -- layout -----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _chain(t: Node, kind: Any) -> list[list[Node]]:
-        """Ways to read a chain of equal layout operators as one: the nodes it consists of, short chains first."""
-        out, nodes = [], [t]
-        while True:
-            out.append(list(nodes))
-            source = nodes[-1].args[0]
-            while isinstance(source, Node) and source.target in COPIES and source.args:
-                nodes.append(source)
-                source = source.args[0]
-            if not isinstance(source, Node) or source.target != kind:
-                return out
-            nodes.append(source)
-
-    def _rearranged(self, p: Node, t: Node, chain: list[Node]) -> list[Goal] | None:
-        """A reshape or permute of the pattern against a chain of them in the graph."""
-        if p.target is PERMUTE:
-            order = list(range(len(p.args[1])))
-            for node in reversed([n for n in chain if n.target is PERMUTE]):
-                order = [order[d] for d in node.args[1]]
-            if order != list(p.args[1]):
-                self._fail(f"permutation {list(p.args[1])} expected, here {order}", p, t)
-                return None
-        if not self._take(p, t):
-            return None
-        for node in chain[1:]:
-            self.through.append(node)
-            self.trail.append((self.through, None))
-        return [(p.args[0], chain[-1].args[0])]
-
-    def _nothing_here(self, p: Node, t: Node) -> list[Goal] | None:
-        """A layout operator of the pattern that is the identity for the sizes of the graph, so it is absent there."""
-        have, source = t.meta.get("val"), p.args[0]
-        if not isinstance(have, torch.Tensor) or not isinstance(source, Node):
-            return None
-        shape = tuple(have.shape)
-        if p.target is PERMUTE:
-            order = list(p.args[1])
-            if len(order) != len(shape):
-                return None
-            moved = [order[i] for i, s in enumerate(shape) if not same_size(s, 1)]
-            if moved != sorted(moved) or not same_shape_permuted(shape, order):
-                return None
-        if p.target is SLICE and (p.args[2] != 0 or p.args[4] != 1):
-            return None
-        quiet = self.failure
-        ok = self._take(p, t) and self._bind_shape(source.meta["val"].shape, shape, p, t)
-        if not ok:
-            self.failure = quiet
-            return None
-        return [(source, t)]
-
-    def _absorb(self, p: Node, t: Node) -> list[Goal] | None:
-        """The pattern begins with a reshape or permute of an input that the graph has in the other layout only."""
-        source = p.args[0]
-        if not isinstance(t.meta.get("val"), torch.Tensor) or not self._same_type(p, t.meta["val"], t):
-            return None
-        shape = tuple(source.meta["val"].shape)
-        if p.target is PERMUTE:
-            inverse = sorted(range(len(p.args[1])), key=lambda d: p.args[1][d])
-            if not self._bind_shape(shape, [t.meta["val"].shape[d] for d in inverse], p, t):
-                return None
-            self._set(self.map, source, Virtual(PERMUTE, t, inverse))
-        else:
-            self._set(self.map, source, Virtual(RESHAPE, t, shape))
-        self._set(self.map, p, t)
-        return []
-
-    # -- arguments --------------------------------------------------------------------------------------------------
-
-    def _same_op(self, p: Node, t: Node, swap: bool) -> list[Goal] | None:
-        goals: list[Goal] = []
-        pa, ta = list(p.args), list(t.args)
-        if swap:
-            ta[0], ta[1] = ta[1], ta[0]
-        if not self._take(p, t):
-            return None
-        if p.target is EXPAND or p.target is aten.full.default:
-            pa, ta = (pa[:1], ta[:1]) if p.target is EXPAND else (pa[1:], ta[1:])  # sizes agree: the shapes do
-        if len(pa) != len(ta):
-            self._fail(f"{op_name(p.target)}: {len(pa)} arguments expected, here {len(ta)}", p, t)
-            return None
-        for a, b in zip(pa, ta):
-            if not self._value(a, b, p, t, goals):
-                return None
-        for key in (p.kwargs.keys() | t.kwargs.keys()) - _IGNORED_KWARGS:
-            if not self._value(p.kwargs.get(key), t.kwargs.get(key), p, t, goals):
-                return None
-        if any(isinstance(g[0], Node) and not self._plausible(*g) for g in goals):
-            return None
-        return goals
-
-    def _plausible(self, p: Node, t: Any) -> bool:
-        """A cheap look ahead, so that wrong orders of operands are dropped at once."""
-        if p in self.v.inputs or p.op != "call_function" or p.target in SKIPPABLE:
-            return True
-        if isinstance(t, Node) and (t.target == p.target or t.target in COPIES):
-            return True
-        self._fail(f"expected {op_name(p.target)}, found {describe(t)}", p, t)
-        return False
-
-    def _value(self, a: Any, b: Any, p: Node, t: Node, goals: list[Goal]) -> bool:
-        if isinstance(a, Node):
-            goals.append((a, b))
-            return True
-        if isinstance(a, (list, tuple)):
-            if not isinstance(b, (list, tuple)) or len(a) != len(b):
-                self._fail(f"{op_name(p.target)}: {a} expected, here {b}", p, t)
-                return False
-            return all(self._value(x, y, p, t, goals) for x, y in zip(a, b))
-        if type(a) is float and (name := self._sentinel(a)) is not None:
-            return self._scalar(name, a, b, p, t)
-        if type(a) is int:
-            size = fxutil.size_value(b)
-            if type(size) is not bool and isinstance(size, (int, torch.SymInt)):
-                return self._bind(a, size, p, t)
-        if isinstance(b, Node):
-            self._fail(f"{op_name(p.target)}: constant {a} expected, here {describe(b)}", p, t)
-            return False
-        if a == b and isinstance(a, bool) == isinstance(b, bool) or _same_float(a, b):
-            return True
-        self._fail(f"{op_name(p.target)}: {a} expected, here {b}", p, t)
-        return False
-
-    def _sentinel(self, value: float) -> str | None:
-        return self.sentinels.get(value) or self.sentinels.get(-value)
-
-    def _scalar(self, name: str, a: float, b: Any, p: Node, t: Node) -> bool:
-        if isinstance(b, bool) or not isinstance(b, (int, float)):
-            self._fail(f"scalar {name}: number expected, here {describe(b)}", p, t)
-            return False
-        b = b if self.sentinels.get(a) == name else -b
-        if name in self.scalars:
-            if self.scalars[name] == b or _same_float(self.scalars[name], b):
-                return True
-            self._fail(f"scalar {name} bound to {self.scalars[name]}, here {b}", p, t)
-            return False
-        self._set(self.scalars, name, b)
-        return True
-
-    # -- several outputs, and the end --------------------------------------------------------------------------------
-
-    def _optional(self, index: int) -> Iterator[Alternative]:
-        """Places for a further output; none at all if the graph does not compute it and it need not."""
+    def _output_places(self, index: int) -> Iterator[Alternative]:
+        """Places for a further output; it may be absent if the graph does not compute it and it is not required."""
         out = self.v.outputs[index]
         if out in self.map:
             yield list
             return
-        for candidate in self._places(out):
-            yield lambda c=candidate: [(out, c)]
+        for candidate in self._reached(out):
+            yield lambda c=candidate: [(out, c)]  # type: ignore[misc]
         if index not in self.v.pattern.required:
             yield list
         else:
             self._fail(f"output {index} ({op_name(out.target)}) not found", out, None)
 
-    def _places(self, out: Node) -> list[Node]:
-        """Graph nodes that can be ``out``: reached from a matched node along the pattern's own path."""
-        todo, back = [out], {out: None}
+    def _reached(self, out: Node) -> list[Node]:
+        """Graph nodes that can be ``out``: reached along the pattern's own path from the nearest matched node."""
+        back: dict[Node, Node | None] = {out: None}
+        todo, inputs = [out], []
         while todo:
             node = todo.pop(0)
-            if node in self.map and node not in self.v.inputs or (node in self.map and not todo):
-                start = self.map[node]
-                if isinstance(start, Node):
-                    return climb(node, start, _path(back, node))
-                continue
+            start = self.map.get(node)
+            if isinstance(start, Node) and node not in self.v.inputs:
+                return climb(node, start, _path(back, node))
+            if isinstance(start, Node):
+                inputs.append(node)
             for source in node.all_input_nodes:
                 if source not in back:
                     back[source] = node
                     todo.append(source)
-        return []
+        return next((found for n in inputs if (found := climb(n, self.map[n], _path(back, n)))), [])
 
-    def _complete(self, s: Solution) -> str | None:
+    def _incomplete(self, s: Solution) -> str | None:
         """Conditions on a whole assignment: all inputs known, sizes consistent with their expressions."""
-        known = self.named(s)
         for p, name in self.v.inputs.items():
             if p not in s.map and p.users:
                 return f"input {name} belongs only to outputs that the graph does not compute"
+        for p, found in s.map.items():
+            if isinstance(found, Virtual) and (why := self._unreachable(p, found, s)):
+                return why
+        known = self.named(s)
         for value, have in s.dims.items():
             want = self.v.evaluate(value, known)
             if want is not None and not same_size(want, have):
                 return f"dim {self._size_name(value)} must be {want}, here {have}"
         return None
 
+    def _unreachable(self, p: Node, v: Virtual, s: Solution) -> str | None:
+        """Why an input cannot be made by reshaping what the graph has, if it cannot."""
+        if v.op is not RESHAPE:
+            return None
+        shape = [s.dims.get(d) if self.v.is_size(d) else d for d in v.arg]
+        if any(d is None for d in shape):
+            return f"the shape of input {self.v.inputs[p]} is not determined"
+        have = v.base.meta["val"].shape
+        if not same_size(prod(shape), prod(have)):
+            return f"input {self.v.inputs[p]}: {[*have]} cannot become {shape}"
+        return None
+
     def named(self, s: Solution) -> dict[str, Any]:
-        """Sizes by name, those included that only occur inside expressions with one unknown."""
+        """Sizes by name, those included that only occur inside an expression with one unknown."""
         known = {name: s.dims[v] for name, v in self.v.sizes.items() if v in s.dims}
         known |= {name: v for name, v in self.v.sizes.items() if v < 5}
         for value, text in self.v.names.items():
-            unknown = [n for n in self.v.sizes if n not in known and n in text]
-            if len(unknown) == 1 and value in s.dims and isinstance(s.dims[value], int):
-                for guess in range(1, s.dims[value] + 1) if s.dims[value] < 4096 else ():
-                    if self.v.evaluate(value, {**known, unknown[0]: guess}) == s.dims[value]:
+            unknown = [n for n in NAME.findall(text) if n not in known]
+            have = s.dims.get(value)
+            if len(set(unknown)) == 1 and isinstance(have, int) and have < 10_000:
+                for guess in range(1, have + 1):
+                    if self.v.evaluate(value, {**known, unknown[0]: guess}) == have:
                         known[unknown[0]] = guess
                         break
         return known
 
 
-def same_shape_permuted(shape: tuple, order: list[int]) -> bool:
-    """Whether permuting a shape whose moved dims are all 1 gives back that shape."""
-    inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return all(same_size(shape[d], shape[i]) for i, d in enumerate(inverse))
-
-
 def climb(p: Node, t: Node, path: list[Node]) -> list[Node]:
-    """Graph nodes reached from ``t`` (matching ``p``) by the operators of ``path``, layout steps in between allowed."""
+    """Graph nodes reached from ``t`` (which matches ``p``) by the operators of ``path``, layout steps being free."""
     frontier = [t]
     for step in path:
-        if step.target in LAYOUT:
+        if step.target in LAYOUT or step.target is SLICE:
             continue
         reach = _layout_closure(frontier)
         frontier = list(dict.fromkeys(u for n in reach for u in n.users if u.target == step.target))
         if not frontier:
             return []
-    if path and path[-1].target in LAYOUT:
-        return [*reversed(_layout_closure(frontier))]
+    if path and (path[-1].target in LAYOUT or path[-1].target is SLICE):
+        return _layout_closure(frontier)[::-1]
     return frontier
 
 
@@ -506,8 +178,7 @@ def _layout_closure(nodes: list[Node]) -> list[Node]:
 
 
 def _path(back: dict[Node, Node | None], node: Node) -> list[Node]:
-    out = []
-    step = back[node]
+    out, step = [], back[node]
     while step is not None:
         out.append(step)
         step = back[step]
@@ -515,7 +186,7 @@ def _path(back: dict[Node, Node | None], node: Node) -> list[Node]:
 
 
 def path_up(source: Node, out: Node) -> list[Node] | None:
-    """Nodes of a pattern on a shortest way from ``source`` (excluded) to ``out``."""
+    """Nodes of a pattern on a shortest way from ``source`` (excluded) to ``out``; None if there is none."""
     back: dict[Node, Node | None] = {out: None}
     todo = [out]
     while todo:
@@ -527,25 +198,3 @@ def path_up(source: Node, out: Node) -> list[Node] | None:
                 back[below] = node
                 todo.append(below)
     return None
-
-
-def _uncopied(node: Node) -> Node:
-    while node.target in COPIES and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def _same_float(a: Any, b: Any) -> bool:
-    """Equal as single-precision numbers (a constant may have passed through an f32 tensor); NaN equals NaN."""
-    if type(a) is not float or type(b) not in (int, float):
-        return False
-    if a != a or b != b:
-        return a != a and b != b
-    try:
-        return struct.pack("f", a) == struct.pack("f", float(b))
-    except OverflowError:
-        return a == b
-
-
-def _dt(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

@@ -50,13 +50,13 @@ class Writes:
         owners = {root(n) for n in node.all_input_nodes} | {root(node)}
         return tuple(sorted((id(o), bisect_left(w, node)) for o in owners if (w := self.by_root.get(o))))
 
-    def between(self, reader: Node, later: Node) -> Node | None:
-        """A write, after ``reader`` and before ``later``, to memory that ``reader`` reads; None if there is none."""
+    def inside(self, reader: Node, first: Node, last: Node) -> Node | None:
+        """A write between ``first`` and ``last`` to memory that ``reader`` reads or is a view of; None if none is."""
         if not self.by_root:
             return None
         for owner in {root(n) for n in [reader, *reader.all_input_nodes]}:
             for write in self.by_root.get(owner, ()):
-                if reader < write < later and write is not reader:
+                if first < write < last and write is not reader:
                     return write
         return None
 

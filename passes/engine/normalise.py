@@ -24,7 +24,10 @@ RULES: dict[Any, list[Rule]] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register a rewrite for nodes of these targets: it returns the node that replaces its argument, or None."""
+    """Register a rewrite for nodes of these targets.
+
+    It returns the node that replaces its argument, the argument itself if that was changed in place, or None.
+    """
 
     def register(fn: Rule) -> Rule:
         for target in targets:
@@ -47,6 +50,13 @@ class Context:
         assert self.current is not None
         with self.graph.inserting_before(self.current):
             return fxutil.emit(self.graph, target, args, kwargs, like=self.current, mode=self.mode)
+
+    def become(self, node: Node, target: Any, args: tuple, kwargs: dict | None = None) -> Node:
+        """Turn ``node`` into another spelling of the same value: name, position and metadata stay."""
+        node.target = target
+        node.args = args
+        node.kwargs = kwargs or {}
+        return node
 
     def sizes(self, node: Node) -> list[Any] | None:
         """Shape of ``node`` as arguments: ints, and nodes for symbolic sizes (one unknown becomes -1)."""
@@ -86,10 +96,11 @@ def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
             if new is None:
                 break
             count += 1
-            replace_node(ctx, node, new)
-            if new.op != "call_function" or new.target not in RULES or new is node:
-                break
-            node = ctx.current = new
+            if new is not node:
+                replace_node(ctx, node, new)
+                if new.op != "call_function" or new.target not in RULES:
+                    break
+                node = ctx.current = new
     count += merge_equal(ctx)
     gm.graph.eliminate_dead_code()
     refresh_nodes(ctx.graph, ctx.dirty, ctx.mode)

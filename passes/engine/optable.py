@@ -63,7 +63,7 @@ CHEAP: frozenset[Any] = LAYOUT | {
 #: Too common to say anything about what a graph computes: never the key of a pattern by default.
 COMMON: frozenset[Any] = CHEAP | {
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar, aten.sum.dim_IntList,
-    aten.mean.dim, aten.cat.default, aten.stack.default, aten.where.self, aten.mm.default, aten.index.Tensor,
+    aten.mean.dim, aten.cat.default, aten.where.self, aten.mm.default, aten.index.Tensor,
 }  # fmt: skip
 
 

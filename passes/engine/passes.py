@@ -74,7 +74,7 @@ class PatternPass:
                     break
             rewriter.finish()
             if self.near_misses:
-                misses += diagnose.near_misses(self.patterns, sub, refused)
+                misses += diagnose.near_misses(self.patterns, sub, refused.values())
         return PassResult(self.name, tuple(matches), tuple(misses), time.perf_counter() - start)
 
     def _all_matches(self, pattern: Pattern, sub: Subgraph, rewriter: Rewriter,

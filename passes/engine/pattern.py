@@ -26,7 +26,7 @@ from .records import Match, Reject
 
 #: Sizes for named dims: primes far from any literal that a graph contains.
 PRIMES = (503, 541, 587, 631, 673, 719, 761, 809, 853, 907, 953, 997, 1049, 1097, 1153, 1201, 1249, 1297, 1361, 1409)
-SIZE_FLOOR = 400
+SIZE_FLOOR = 400  #: an unnamed int at least this large in a pattern's shape was computed from named sizes
 DTYPES = {
     "f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
@@ -34,7 +34,7 @@ DTYPES = {
 }  # fmt: skip
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 _SPEC = re.compile(r"^\s*(\w+)\s*\[(.*)\]\s*$")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 class PatternError(ValueError):
@@ -128,6 +128,7 @@ class Variant:
     outputs: tuple[Node, ...]
     sizes: dict[str, int]
     names: dict[int, str]
+    unnamed: set[int]
     core: tuple[Node, ...]
 
     @property
@@ -144,12 +145,12 @@ class Variant:
 
     def is_size(self, value: int) -> bool:
         """Whether an int of the pattern stands for a size (then it binds) or for itself."""
-        return value in self.names or abs(value) >= SIZE_FLOOR
+        return value in self.names or value in self.unnamed
 
     def evaluate(self, value: int, dims: Mapping[str, Any]) -> Any:
         """A size of the pattern under bound names, None if it involves an unbound one."""
         code = self.names.get(value)
-        if code is None or any(n not in dims for n in _NAME.findall(code)):
+        if code is None or any(n not in dims for n in NAME.findall(code)):
             return None
         return eval(code, {"__builtins__": {}}, dict(dims))  # noqa: S307  (text made by this module)
 
@@ -185,8 +186,8 @@ def _variant(pattern: Pattern, dtypes: tuple, rank: int) -> Variant:
             raise PatternError(f"pattern {pattern.name}: output {i} is not computed by the search function")
     _check_scalars(pattern, gm)
     core = tuple(n for n in gm.graph.nodes if n.op == "call_function" and n.target not in LAYOUT)
-    _name_derived(gm, sizes, names)
-    return Variant(pattern, chosen, rank, gm, inputs, outputs, sizes, names, core or outputs)
+    unnamed = _name_derived(gm, sizes, names)
+    return Variant(pattern, chosen, rank, gm, inputs, outputs, sizes, names, unnamed, core or outputs)
 
 
 def _assign(pattern: Pattern, rank: int) -> tuple[dict[str, int], dict[int, str], dict[str, tuple[str, list[int]]]]:
@@ -196,7 +197,7 @@ def _assign(pattern: Pattern, rank: int) -> tuple[dict[str, int], dict[int, str]
     free = iter(p for p in PRIMES if p not in sizes.values())
     parsed = {name: _dims(spec, rank) for name, spec in pattern.inputs.items()}
     for _, tokens in parsed.values():
-        for name in _NAME.findall(" ".join(tokens)):
+        for name in NAME.findall(" ".join(tokens)):
             if name not in sizes:
                 sizes[name] = next(free)
     names = {v: k for k, v in sizes.items() if v >= 5}
@@ -246,46 +247,45 @@ def _check_scalars(pattern: Pattern, gm: GraphModule) -> None:
             )
 
 
-def _name_derived(gm: GraphModule, sizes: dict[str, int], names: dict[int, str]) -> None:
-    """Write sizes that the search function computes as expressions in the named ones, where a short one exists."""
-    todo: set[int] = set()
+def _name_derived(gm: GraphModule, sizes: dict[str, int], names: dict[int, str]) -> set[int]:
+    """Write sizes that the search function computes as expressions in the named ones; the rest is returned."""
+    big = {k: v for k, v in sizes.items() if v >= SIZE_FLOOR}
+    unnamed: set[int] = set()
 
-    def visit(a: Any) -> Any:
-        if type(a) is int and SIZE_FLOOR <= abs(a) < 2**40 and a not in names:
-            todo.add(a)
-        return a
+    def visit(value: Any, in_shape: bool) -> Any:
+        if type(value) is int and value >= (5 if in_shape else SIZE_FLOOR) and value not in names:
+            if (text := _express(value, big)) is not None:
+                names[value] = text
+            elif in_shape and value >= SIZE_FLOOR:
+                unnamed.add(value)
+        return value
 
     for node in gm.graph.nodes:
-        torch.fx.node.map_aggregate((node.args, node.kwargs), visit)
         if isinstance(value := node.meta.get("val"), torch.Tensor):
-            for s in value.shape:
-                visit(s)
-    big = {k: v for k, v in sizes.items() if v >= SIZE_FLOOR}
-    for value in sorted(todo):
-        if (text := _express(value, big)) is not None:
-            names[value] = text
+            for size in value.shape:
+                visit(size, True)
+    for node in gm.graph.nodes:
+        torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: visit(a, False))
+    return unnamed
 
 
 def _express(value: int, sizes: dict[str, int]) -> str | None:
-    """``k*a*b``, ``a+b``, ``a-b``, ``a+c`` or ``a//k`` for small k, c; None if nothing fits."""
+    """``a*b*k``, ``a+b``, ``a-b``, ``a+c`` or ``a//k`` for small k, c; None if nothing fits."""
     factors, rest = [], value
     for name, size in sizes.items():
         while rest % size == 0:
             factors.append(name)
             rest //= size
-    if factors and 0 < rest <= 64:
+    if factors and rest <= 64:
         return "*".join(factors + ([str(rest)] if rest > 1 else []))
-    for (a, x), (b, y) in itertools.product(sizes.items(), repeat=2):
-        if value == x + y:
-            return f"{a}+{b}"
-        if value == x - y:
-            return f"{a}-{b}"
     for a, x in sizes.items():
-        if 0 < abs(value - x) <= 64:
+        if 0 < abs(value - x) <= 4:
             return f"{a}+{value - x}" if value > x else f"{a}-{x - value}"
-        for k in (2, 3, 4, 8):
-            if value == x // k:
-                return f"{a}//{k}"
+        if (k := next((k for k in (2, 4, 8) if value == x // k), None)) is not None:
+            return f"{a}//{k}"
+    for (a, x), (b, y) in itertools.product(sizes.items(), repeat=2):
+        if value in (x + y, x - y):
+            return f"{a}+{b}" if value == x + y else f"{a}-{b}"
     return None
 
 

@@ -11,11 +11,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from . import fxutil, mutation
-from .matcher import Matcher, Solution, Virtual
+from .graphs import after, strip_views
+from .matcher import Matcher
 from .normalise import explicit_args, normalise, refresh_nodes
-from .optable import CHEAP, LAYOUT, mutated_args, op_name
+from .optable import CHEAP, LAYOUT, PERMUTE, RESHAPE, VIEWS, mutated_args, op_name
 from .pattern import PatternError, Structural, Variant, trace
 from .records import Match, Reject
+from .unify import Solution, Virtual
+
+
+def _outer(variant: Variant, s: Solution) -> set[Node]:
+    """Graph nodes that stand for the pattern's inputs, or that they are made from."""
+    found = (s.map.get(p) for p in variant.inputs)
+    return {n.base if isinstance(n, Virtual) else n for n in found if n is not None}
+
+
+def _inner(variant: Variant, s: Solution) -> set[Node]:
+    """Graph nodes that the match consists of."""
+    return ({n for p, n in s.map.items() if p not in variant.inputs} | set(s.through)) - _outer(variant, s)
 
 
 class Rewriter:
@@ -42,25 +55,22 @@ class Rewriter:
         dims = matcher.named(s)
         scalars = {name: s.scalars[name] for name in variant.pattern.scalars if name in s.scalars}
         scalars |= {k: dims[k] for k, v in variant.pattern.scalars.items() if type(v) is int and k in dims}
-        taken = {n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs}
-        nodes = sorted((taken | set(s.through)) - set(inputs.values()))
-        return Match(variant.pattern, tuple(nodes), inputs, scalars, dims, tuple(s.outputs), variant.dtypes)
+        return Match(
+            variant.pattern, tuple(sorted(_inner(variant, s))), inputs, scalars, dims, tuple(s.outputs), variant.dtypes
+        )
 
     def _materialise(self, v: Virtual, s: Solution) -> Node:
-        arg = v.arg if v.op is torch.ops.aten.permute.default else [s.dims.get(d, d) for d in v.arg]
-        if any(isinstance(a, torch.SymInt) for a in arg):
-            arg = [-1 if isinstance(a, torch.SymInt) else a for a in arg]
-        with self.graph.inserting_after(v.base):
+        arg = v.arg if v.op is PERMUTE else [s.dims.get(d, d) for d in v.arg]
+        arg = [-1 if isinstance(a, torch.SymInt) else a for a in arg]
+        with self.graph.inserting_before(after([v.base])):
             return fxutil.emit(self.graph, v.op, (v.base, arg), like=v.base, mode=self.mode)
 
     def objection(self, variant: Variant, s: Solution) -> str | None:
         """Structural reasons against a solution, checked while other assignments can still be tried."""
         outputs = {n for n in s.outputs if n is not None}
-        wild = {n for p, n in s.map.items() if p in variant.inputs and isinstance(n, Node)}
-        inner = {n for p, n in s.map.items() if isinstance(n, Node) and p not in variant.inputs}
-        inner = (inner | set(s.through)) - wild
-        if not inner:
-            return "nothing but inputs"
+        wild, inner = _outer(variant, s), _inner(variant, s)
+        if any(n not in inner for n in outputs):
+            return "an output is an input"
         if why := self._escapes(inner, outputs, variant):
             return why
         if len(outputs) > 1 and self._feeds_itself(inner, wild):
@@ -110,7 +120,10 @@ class Rewriter:
                 self.erase(match.nodes)
                 self.writes = mutation.Writes(self.graph)
             return verdict
-        body = self._traced(variant, match)
+        try:
+            body = self._traced(variant, match)
+        except Exception as error:  # whatever the replacement's operators refuse
+            return Reject(f"the replacement cannot be traced: {type(error).__name__}: {error}", match.anchor)
         results = body.graph.output_node().args[0]
         results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         if why := self._wrong_results(match, results):
@@ -183,19 +196,12 @@ class Rewriter:
                 moved, before = self._dependents(early, last), last.next
         for node in match.nodes:
             lo, hi = (node, before) if node < before else (before, node)
-            if (write := self.writes.between(node, before) or self._write_in(node, lo, hi)) is not None:
+            if (write := self.writes.inside(node, lo, hi)) is not None:
                 return Reject(f"{op_name(write.target)} %{write.name} writes to what %{node.name} reads", node)
         for node in moved:
-            if mutation.written_roots(node) or self._write_in(node, node, before):
+            if mutation.written_roots(node) or self.writes.inside(node, node, before):
                 return Reject(f"%{node.name} would have to move across a write", node)
         return [m for m in moved if m is not before], before
-
-    def _write_in(self, reader: Node, lo: Node, hi: Node) -> Node | None:
-        for owner in {fxutil.root(n) for n in [reader, *reader.all_input_nodes]}:
-            for write in self.writes.by_root.get(owner, ()):
-                if lo < write < hi and write is not reader:
-                    return write
-        return None
 
     def _dependents(self, early: list[Node], last: Node) -> list[Node]:
         out, todo = set(early), list(early)
@@ -204,7 +210,7 @@ class Rewriter:
                 if user < last and user not in out:
                     out.add(user)
                     todo.append(user)
-        return sorted(out, reverse=False)
+        return sorted(out)
 
     def _unsafe_stores(self, match: Match, body: GraphModule, stores: list[Node], before: Node) -> Reject | None:
         """A replacement may write to an input only if the graph writes it back anyway and nobody reads it old later."""
@@ -213,15 +219,18 @@ class Rewriter:
             for owner in mutation.written_roots(store):
                 if owner not in holders:
                     continue
-                pool = match.inputs[holders[owner]]
-                if pool.op != "placeholder":
-                    return Reject(f"input {holders[owner]} is written by the replacement but is no graph input", pool)
-                if self.writes.epilogue(pool) is None:
-                    return Reject(f"input {holders[owner]} is not written back by the graph", pool)
-                for reader in mutation.readers(pool):
-                    late = reader.op == "output" or not reader < before
-                    if late and reader not in match.nodes and reader is not self.writes.epilogue(pool):
-                        return Reject(f"%{reader.name} reads {holders[owner]} as it was before the store", reader)
+                name, pool = holders[owner], match.inputs[holders[owner]]
+                memory = strip_views(pool, (RESHAPE,))
+                if memory.op != "placeholder" or fxutil.storage(pool.meta["val"]) != fxutil.storage(memory.meta["val"]):
+                    return Reject(f"input {name} is written by the replacement but is no graph input", pool)
+                epilogue = self.writes.epilogue(memory)
+                if epilogue is None:
+                    return Reject(f"input {name} is not written back by the graph", pool)
+                for reader in mutation.readers(memory):
+                    if reader in match.nodes or reader is epilogue or reader < before:
+                        continue
+                    if reader.target is not RESHAPE:
+                        return Reject(f"%{reader.name} reads {name} as it was before the store", reader)
         return None
 
     def _inline(self, match: Match, body: GraphModule, before: Node) -> dict[Node, Node]:
@@ -257,13 +266,15 @@ class Rewriter:
         for old, new in zip(match.outputs, results):
             if old is None or old is new:
                 continue
+            moved = old.meta["val"].stride() != new.meta["val"].stride()
             for user in list(old.users):
-                self.dirty.add(user)
+                if moved or user.target in VIEWS:
+                    self.dirty.add(user)
                 user.replace_input_with(old, new)
         self.erase(match.nodes)
         if stored:
-            for node in list(self.graph.nodes):
-                if str(node.target) == "aten.copy_.default" and node.args[0] is node.args[1] and not node.users:
+            for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+                if strip_views(node.args[1], (RESHAPE,)) is node.args[0] and not node.users:
                     self.graph.erase_node(node)
             self.writes = mutation.Writes(self.graph)
 

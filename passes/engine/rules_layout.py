@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ def _shape(node: Any) -> tuple:
 def reshape(ctx: Context, node: Node) -> Node | None:
     """Any change of shape -> ``reshape(x, sizes)`` with sizes written out; none -> x."""
     x = node.args[0]
+    while x.target is RESHAPE and (ctx.is_pattern or fxutil.same_shape(_shape(x.args[0]), _shape(node))):
+        x = x.args[0]  # a pattern's chains become one step, a graph's only where they come back to their start
     if fxutil.same_shape(_shape(x), _shape(node)):
         return x
+    if x is not node.args[0]:
+        node.args = (x, *node.args[1:])
     sizes = ctx.sizes(node)
     if sizes is None or (node.target is RESHAPE and list(node.args[1]) == sizes):
         return None
-    return ctx.emit(RESHAPE, (x, sizes))
+    return ctx.become(node, RESHAPE, (x, sizes))
 
 
 @rule(PERMUTE, aten.t.default, aten.transpose.int, aten.swapaxes.default, aten.numpy_T.default)
@@ -44,9 +49,15 @@ def permute(ctx: Context, node: Node) -> Node | None:
     elif rank:
         a, b = node.args[1] % rank, node.args[2] % rank
         order[a], order[b] = order[b], order[a]
+    if x.target is PERMUTE:
+        both = [x.args[1][d] for d in order]
+        if ctx.is_pattern or both == list(range(rank)):
+            x, order = x.args[0], both
     if order == list(range(rank)):
         return x
-    return None if node.target is PERMUTE and list(node.args[1]) == order else ctx.emit(PERMUTE, (x, order))
+    if node.target is PERMUTE and list(node.args[1]) == order and x is node.args[0]:
+        return None
+    return ctx.become(node, PERMUTE, (x, order))
 
 
 @rule(EXPAND)
@@ -63,7 +74,7 @@ def expand(ctx: Context, node: Node) -> Node | None:
         if lead.count(-1) > 1:
             return None
         return ctx.emit(EXPAND, (ctx.emit(RESHAPE, (x, lead)), sizes))
-    return None if list(node.args[1]) == sizes else ctx.emit(EXPAND, (x, sizes))
+    return None if list(node.args[1]) == sizes else ctx.become(node, EXPAND, (x, sizes))
 
 
 @rule(SLICE)
@@ -75,13 +86,13 @@ def slice_(ctx: Context, node: Node) -> Node | None:
         return x
     start = 0 if start is None else start
     if not isinstance(size, int) or isinstance(start, Node) or isinstance(end, Node):
-        return None if node.args[2] is not None else ctx.emit(SLICE, (x, dim, start, end, step))
+        return None if node.args[2] is not None else ctx.become(node, SLICE, (x, dim, start, end, step))
     end = size if end is None else end
     start = min(max(start + size if start < 0 else start, 0), size)
     end = min(max(end + size if end < 0 else end, start), size)
     if (start, end) == (node.args[2], node.args[3]):
         return None
-    return ctx.emit(SLICE, (x, dim, start, end, step))
+    return ctx.become(node, SLICE, (x, dim, start, end, step))
 
 
 @rule(SELECT)
@@ -89,7 +100,7 @@ def select(ctx: Context, node: Node) -> Node | None:
     x, dim, index = node.args
     size = _shape(x)[dim]
     if isinstance(index, int) and index < 0 and isinstance(size, int):
-        return ctx.emit(SELECT, (x, dim, index + size))
+        return ctx.become(node, SELECT, (x, dim, index + size))
     return None
 
 
@@ -103,7 +114,7 @@ def slice_scatter(ctx: Context, node: Node) -> Node | None:
     last = min(size if end is None else end + size if end < 0 else end, size)
     if (first, last) == (start, end):
         return None
-    return ctx.emit(node.target, (x, src, dim, first, last, step))
+    return ctx.become(node, node.target, (x, src, dim, first, last, step))
 
 
 @rule(operator.getitem)
@@ -114,7 +125,7 @@ def getitem(ctx: Context, node: Node) -> Node | None:
         return None
     a = fxutil.bound_args(src)
     if src.target in (aten.unbind.int,):
-        return ctx.emit(SELECT, (a["self"], a["dim"] % a["self"].meta["val"].dim(), i))
+        return ctx.become(node, SELECT, (a["self"], a["dim"] % a["self"].meta["val"].dim(), i))
     if src.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor):
         x = a["self"]
         dim = a["dim"] % x.meta["val"].dim()
@@ -124,10 +135,10 @@ def getitem(ctx: Context, node: Node) -> Node | None:
         start = sum(sizes[:i])
         if isinstance(_shape(x)[dim], int) and start == 0 and sizes[i] == _shape(x)[dim]:
             return x
-        return ctx.emit(SLICE, (x, dim, start, start + sizes[i], 1))
+        return ctx.become(node, SLICE, (x, dim, start, start + sizes[i], 1))
     if src.target in (aten.max.dim, aten.min.dim) and i == 0 and all(u.args[1] == 0 for u in src.users):
         reduce = aten.amax.default if src.target is aten.max.dim else aten.amin.default
-        return ctx.emit(reduce, (a["self"], [a["dim"] % max(a["self"].meta["val"].dim(), 1)], a["keepdim"]))
+        return ctx.become(node, reduce, (a["self"], [a["dim"] % max(a["self"].meta["val"].dim(), 1)], a["keepdim"]))
     return None
 
 
@@ -157,7 +168,8 @@ def cast(ctx: Context, node: Node) -> Node | None:
     if node.target is CAST and node.kwargs.keys() - {"memory_format"} == kwargs.keys():
         if "memory_format" not in node.kwargs or copy_matters(ctx, node):
             return None
-    return ctx.emit(CAST, (x,), kwargs)
+    change = ctx.emit if "memory_format" in node.kwargs else partial(ctx.become, node)
+    return change(CAST, (x,), kwargs)
 
 
 @rule(aten.copy.default)
@@ -197,7 +209,8 @@ def factory(ctx: Context, node: Node) -> Node | None:
     if node.target is FULL and node.args == (sizes, value) and type(node.args[1]) is type(value):
         if dict(node.kwargs) == kwargs:
             return None
-    return ctx.emit(FULL, (sizes, value), kwargs)
+    change = partial(ctx.become, node) if out.is_contiguous() else ctx.emit
+    return change(FULL, (sizes, value), kwargs)
 
 
 @rule(aten.lift_fresh_copy.default)
@@ -209,7 +222,7 @@ def lifted(ctx: Context, node: Node) -> Node | None:
     value = getattr(ctx.gm, str(const.target), None)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    return ctx.emit(FULL, ([], value.item()), {"dtype": value.dtype, "device": node.meta["val"].device})
+    return ctx.become(node, FULL, ([], value.item()), {"dtype": value.dtype, "device": node.meta["val"].device})
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -219,7 +232,7 @@ def arange(ctx: Context, node: Node) -> Node | None:
     args, kwargs = (a.get("start", 0), a["end"], a.get("step", 1)), {"dtype": out.dtype, "device": out.device}
     if node.target is aten.arange.start_step and node.args == args and dict(node.kwargs) == kwargs:
         return None
-    return ctx.emit(aten.arange.start_step, args, kwargs)
+    return ctx.become(node, aten.arange.start_step, args, kwargs)
 
 
 @rule(aten.index_select.default)
@@ -227,7 +240,7 @@ def index_select(ctx: Context, node: Node) -> Node | None:
     x, dim, index = node.args
     if index.meta["val"].dim() != 1:
         return None
-    return ctx.emit(aten.index.Tensor, (x, [None] * dim + [index]))
+    return ctx.become(node, aten.index.Tensor, (x, [None] * dim + [index]))
 
 
 @rule(aten._assert_tensor_metadata.default)

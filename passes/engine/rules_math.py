@@ -53,7 +53,7 @@ def inline_constant(ctx: Context, node: Node) -> Node | None:
         return None
     if isinstance(value, float) and torch.finfo(dtype).bits < 32 and float(torch.tensor(value, dtype=dtype)) != value:
         return None  # devices differ in whether they round the constant first
-    return ctx.emit(_TO_SCALAR.get(target, target), (a, value))
+    return ctx.become(node, _TO_SCALAR.get(target, target), (a, value))
 
 
 @rule(*_BINARY, aten.where.self)
@@ -71,7 +71,7 @@ def explicit_promotion(ctx: Context, node: Node) -> Node | None:
     for i, (operand, value) in enumerate(((a, x), (b, y)), first):
         if value.dtype != common and value.dim():
             args[i] = ctx.emit(CAST, (operand,), {"dtype": common})
-    return None if args == list(node.args) else ctx.emit(node.target, tuple(args), dict(node.kwargs))
+    return None if args == list(node.args) else ctx.become(node, node.target, tuple(args), dict(node.kwargs))
 
 
 def _int_by_float(ctx: Context, node: Node, a: Any, b: Any) -> Node | None:
@@ -81,12 +81,12 @@ def _int_by_float(ctx: Context, node: Node, a: Any, b: Any) -> Node | None:
     if a.meta["val"].dtype.is_floating_point or a.meta["val"].dim() == 0 or node.meta["val"].dtype.is_complex:
         return None
     cast = ctx.emit(CAST, (a,), {"dtype": node.meta["val"].dtype})
-    return ctx.emit(node.target, (cast, b), dict(node.kwargs))
+    return ctx.become(node, node.target, (cast, b), dict(node.kwargs))
 
 
 @rule(aten.square.default)
 def square(ctx: Context, node: Node) -> Node | None:
-    return ctx.emit(aten.pow.Tensor_Scalar, (node.args[0], 2))
+    return ctx.become(node, aten.pow.Tensor_Scalar, (node.args[0], 2))
 
 
 @rule(aten.mul.Tensor)
@@ -95,11 +95,11 @@ def multiply(ctx: Context, node: Node) -> Node | None:
     a, b = node.args
     same = not isinstance(b, Node) and a.meta["val"].dtype == node.meta["val"].dtype
     if a is b and a.meta["val"].dtype.is_floating_point:
-        return ctx.emit(aten.pow.Tensor_Scalar, (a, 2))
+        return ctx.become(node, aten.pow.Tensor_Scalar, (a, 2))
     if same and b == 1:
         return a
     if same and b == -1 and a.meta["val"].dtype.is_floating_point:
-        return ctx.emit(aten.neg.default, (a,))
+        return ctx.become(node, aten.neg.default, (a,))
     return None
 
 
@@ -116,11 +116,11 @@ def power(ctx: Context, node: Node) -> Node | None:
     if not x.meta["val"].dtype.is_floating_point or isinstance(exponent, Node):
         return None
     if exponent == 0.5:
-        return ctx.emit(aten.sqrt.default, (x,))
+        return ctx.become(node, aten.sqrt.default, (x,))
     if exponent == -0.5:
-        return ctx.emit(aten.rsqrt.default, (x,))
+        return ctx.become(node, aten.rsqrt.default, (x,))
     if exponent == 2 and isinstance(exponent, float):
-        return ctx.emit(node.target, (x, 2))
+        return ctx.become(node, node.target, (x, 2))
     return x if exponent == 1 else None
 
 
@@ -143,13 +143,13 @@ def add_sub(ctx: Context, node: Node) -> Node | None:
         return None
     if node.target is aten.add.Tensor and dtype.is_floating_point:
         if b.target is aten.neg.default:
-            return ctx.emit(aten.sub.Tensor, (a, b.args[0]))
+            return ctx.become(node, aten.sub.Tensor, (a, b.args[0]))
         if a.target is aten.neg.default:
             return ctx.emit(aten.sub.Tensor, (b, a.args[0]))
     value = _constant(a)
     if node.target is aten.sub.Tensor and value is not None and fxutil.is_tensor(b) and b.meta["val"].dim():
         if _kind(b.meta["val"].dtype) == _kind(a.meta["val"].dtype) == 2:
-            return ctx.emit(aten.rsub.Scalar, (b, value, 1))
+            return ctx.become(node, aten.rsub.Scalar, (b, value, 1))
     return None
 
 
@@ -163,14 +163,14 @@ def rsub(ctx: Context, node: Node) -> Node | None:
 def scalar_overload(ctx: Context, node: Node) -> Node | None:
     target = getattr(aten, node.target._schema.name.split("::")[1]).Tensor
     alpha = node.args[2] if len(node.args) > 2 else 1
-    return ctx.emit(target, tuple(node.args[:2]), {} if alpha == 1 else {"alpha": alpha})
+    return ctx.become(node, target, tuple(node.args[:2]), {} if alpha == 1 else {"alpha": alpha})
 
 
 @rule(aten.clamp_min.default, aten.clamp_max.default)
 def clamp(ctx: Context, node: Node) -> Node | None:
     x, bound = node.args
     args = (x, bound, None) if node.target is aten.clamp_min.default else (x, None, bound)
-    return ctx.emit(aten.clamp.default, args)
+    return ctx.become(node, aten.clamp.default, args)
 
 
 @rule(*_MIRROR)
@@ -185,7 +185,8 @@ def logical(ctx: Context, node: Node) -> Node | None:
     if any(a.meta["val"].dtype != torch.bool for a in node.args):
         return None
     name = node.target._schema.name.split("_")[-1]
-    return ctx.emit(aten.bitwise_not.default if name == "not" else getattr(aten, f"bitwise_{name}").Tensor, node.args)
+    target = aten.bitwise_not.default if name == "not" else getattr(aten, f"bitwise_{name}").Tensor
+    return ctx.become(node, target, node.args)
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -217,14 +218,14 @@ def where_scalar(ctx: Context, node: Node) -> Node | None:
 def full_reduction(ctx: Context, node: Node) -> Node | None:
     name = aten.sum.dim_IntList if node.target is aten.sum.default else aten.mean.dim
     dims = list(range(node.args[0].meta["val"].dim()))
-    return ctx.emit(name, (node.args[0], dims, False), dict(node.kwargs)) if dims else None
+    return ctx.become(node, name, (node.args[0], dims, False), dict(node.kwargs)) if dims else None
 
 
 @rule(aten.floor_divide.default)
 def floor_divide(ctx: Context, node: Node) -> Node | None:
     if node.meta["val"].dtype.is_floating_point:
         return None
-    return ctx.emit(aten.div.Tensor_mode, tuple(node.args), {"rounding_mode": "floor"})
+    return ctx.become(node, aten.div.Tensor_mode, tuple(node.args), {"rounding_mode": "floor"})
 
 
 @rule(aten.linear.default)

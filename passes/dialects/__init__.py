@@ -1,0 +1,1 @@
+"""How the same mathematics is spelled: one folder per dialect, one file per family."""
