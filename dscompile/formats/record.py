@@ -146,6 +146,8 @@ class KVFormat:
         """`unpack(pack(x))` in x's shape and dtype, without going through bytes.
 
         code * scale is exact in bf16 for the release's formats, so a packed cache loses nothing against a bf16 one.
+        Compiled by Inductor, the quantised values are bitwise these; a bf16 or fp16 rounding (a plain format, the tail)
+        of a wider x may be left out, as Inductor leaves out any cast there and back by default.
         """
         self._check_input(x)
         if self.is_plain:
@@ -160,8 +162,7 @@ class KVFormat:
     def decode(self, payload: Tensor, scales: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(uint8 [..., payload_bytes], uint8 [..., scale_bytes]) -> [..., dim] of `dtype`.
 
-        The last dimension of both is dense (stride 1), and multi-byte parts (a plain row, the tail, fp32 scales)
-        start at an offset that is a multiple of their size, as torch's `view(dtype)` demands.
+        A plain row is viewed as its dtype and so must start at a multiple of its size, with a dense last dimension.
         """
         self._check_bytes("payload", payload, self.payload_bytes(dim))
         self._check_bytes("scales", scales, self.scale_bytes(dim))
@@ -175,7 +176,7 @@ class KVFormat:
         y = numeric.join_groups(y, dim - self.tail).to(dtype)
         if not self.tail:
             return y
-        tail = payload[..., payload.shape[-1] - 2 * self.tail :].view(torch.bfloat16)
+        tail = _from_bytes(payload[..., payload.shape[-1] - 2 * self.tail :], torch.bfloat16)
         return torch.cat((y, tail.to(dtype)), -1)
 
     def unpack(self, rows: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -236,8 +237,10 @@ class KVFormat:
         self.check_rows(rows, dim)
         if rows.dim() < 2 or self.page.rows not in (0, rows.shape[-2]):
             allowed = self.page.rows or "R"
-            raise ValueError(f"{self.name}: rows of a page have shape {tuple(rows.shape)}, allowed: [..., {allowed}, "
-                             f"{self.row_bytes(dim)}]")
+            raise ValueError(
+                f"{self.name}: rows of a page have shape {tuple(rows.shape)}, allowed: [..., {allowed}, "
+                f"{self.row_bytes(dim)}]"
+            )
         return self.page.from_rows(rows, self.payload_bytes(dim))
 
     def check_rows(self, rows: Tensor, dim: int) -> None:
@@ -305,9 +308,14 @@ class KVFormat:
             return numeric.ue8m0_to_float(scales)
         if self.scale == "e4m3":
             return numeric.e4m3_to_float(scales)
-        return scales.view(torch.float32)
+        return _from_bytes(scales, torch.float32)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
     """[..., D] -> uint8 [..., D * itemsize], little-endian; a view unless the last dimension has gaps."""
     return x.contiguous().view(torch.uint8)
+
+
+def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [..., N * itemsize] -> `dtype` [..., N]; a copy, because a part of a row need not be aligned."""
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -43,6 +43,6 @@ def unpack_by_table(fmt: KVFormat, rows: Tensor, dim: int, dtype: torch.dtype = 
     split, groups = fmt.payload_bytes(dim), dim // fmt.group
     lead = rows.shape[:-1]
     scales = rows[..., split : split + groups].to(torch.int32) << 8
-    index = rows[..., :split].to(torch.int32).view(*lead, groups, -1) + scales.unsqueeze(-1)
+    index = rows[..., :split].to(torch.int32).view(*lead, groups, split // groups) + scales.unsqueeze(-1)
     values = torch.index_select(_value_table(fmt, dtype), 0, index.view(-1))
-    return values.view(*lead, -1).view(dtype)
+    return values.view(*lead, split).view(dtype)
