@@ -32,7 +32,8 @@ DTYPES = {
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
     "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
 }  # fmt: skip
-ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+#: Narrow ones first: with the casts around it, the float32 form is the inner part of the others.
+ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 _SPEC = re.compile(r"^\s*(\w+)\s*\[(.*)\]\s*$")
 NAME = re.compile(r"[A-Za-z_]\w*")
 
