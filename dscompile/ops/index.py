@@ -57,10 +57,10 @@ def _score_chunks(
 def best_first(scores: Tensor, allowed: Tensor) -> Tensor:
     """Indices by falling score, the allowed ones first, the lowest first among equals: [..., S] -> int64 [..., S].
 
-    Two stable sorts: a score of -inf that is allowed must still come before whatever is not, and NaN in an entry that
-    is not allowed must not matter.
+    Two stable sorts rather than a fill with -inf: a score of -inf that is allowed must still come before whatever is
+    not, and NaN in an entry that is not allowed must not matter.
     """
-    order = torch.sort(scores.masked_fill(~allowed, 0.0), dim=-1, descending=True, stable=True).indices
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     allowed_first = torch.sort((~allowed).gather(-1, order).to(torch.uint8), dim=-1, stable=True).indices
     return order.gather(-1, allowed_first)
 

@@ -152,6 +152,31 @@ def test_masked_rows_may_hold_anything() -> None:
             assert hit is None or out[0, hit].isnan().any()
 
 
+@pytest.mark.parametrize("form", ["indices", "visible", "window"])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(form: str) -> None:
+    """Rows are also read for queries that do not see them (skipped entries, masked keys): 0 * NaN must not show."""
+    args: dict[str, Any] = {"q": torch.randn(1, 4, 2, 8), "sink": torch.randn(2)}
+    rows = torch.randn(1, 4, 8)
+    if form == "window":
+        args |= {"q_pos": torch.arange(4)[None], "window": 4}
+    elif form == "visible":
+        args["n_visible"] = torch.arange(4)[None]
+    else:
+        args["comp_idx"] = torch.tensor([[[0, -1], [-1, -1], [1, -1], [3, 1]]])
+    name = "window_kv" if form == "window" else "comp_kv"
+    clean = attention(**args, **{name: rows})
+    seen_by = {"indices": {0: [0], 1: [2, 3], 2: [], 3: [3]},
+               "visible": {0: [1, 2, 3], 1: [2, 3], 2: [3], 3: []},
+               "window": {0: [0, 1, 2, 3], 1: [1, 2, 3], 2: [2, 3], 3: [3]}}[form]  # fmt: skip
+    for row, hit in seen_by.items():
+        dirty = rows.clone()
+        dirty[0, row] = NAN
+        out = attention(**args, **{name: dirty})
+        others = [t for t in range(4) if t not in hit]
+        assert torch.equal(out[:, others], clean[:, others])
+        assert out[:, hit].isnan().all()
+
+
 def test_padding_queries_see_nothing() -> None:
     out = attention(
         q=torch.randn(1, 2, 2, 8),

@@ -157,11 +157,11 @@ def test_zero_rows(name: str, args: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(("name", "args"), CALLS, ids=IDS)
 def test_strides_of_the_arguments_do_not_matter(name: str, args: tuple[Any, ...]) -> None:
     def spread(t: Any) -> Any:
-        """The same values with gaps between the elements of every axis."""
+        """The same values, axes in memory the other way round and gaps between the elements of every axis."""
         if not isinstance(t, Tensor):
             return t
-        big = t.new_zeros([2 * n for n in t.shape])
-        view = big[tuple(slice(None, None, 2) for _ in t.shape)]
+        big = t.new_zeros([2 * n for n in reversed(t.shape)])
+        view = big[tuple(slice(None, None, 2) for _ in t.shape)].permute(*reversed(range(t.dim())))
         view.copy_(t)
         return view
 

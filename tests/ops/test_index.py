@@ -67,6 +67,13 @@ def test_candidates_are_the_best_blocks_and_the_newest(problem: Any, keep: int, 
         assert candidates[0, t].tolist() == [j // size in kept for j in range(rows)]
 
 
+def test_the_newest_block_stays_when_more_rows_are_visible_than_there_are() -> None:
+    q, keys, weights = scored(torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]]))
+    for count in (6, 7, 100):
+        candidates = with_candidates(q, keys, weights, torch.tensor([[count]]), 1, 1.0, "none", True, 2, 2)[1]
+        assert candidates.tolist() == [[[True, True, False, False, True, True]]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", ["none", "fp4_g32_ue8m0"])
 def test_scores_match_float64(dtype: torch.dtype, format: str) -> None:

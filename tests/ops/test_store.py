@@ -27,6 +27,15 @@ def test_store_equals_a_loop(data: st.DataObject) -> None:
     assert torch.equal(pool, want)
 
 
+def test_the_last_of_many_equal_slots_wins() -> None:
+    """Enough rows that a plain scatter is split over threads, which then write in any order."""
+    count, capacity = 200_000, 7
+    slots = torch.randint(-1, capacity, (count,))
+    pool, rows = torch.zeros(capacity, 4), torch.arange(count).float()[:, None].expand(count, 4).contiguous()
+    store(pool, rows, slots)
+    assert pool[:, 0].tolist() == [float((slots == s).nonzero().max()) for s in range(capacity)]
+
+
 def guarded(capacity: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A pool between two guard rows, and the whole buffer."""
     buffer = torch.randint(0, 255, (capacity + 2, width), dtype=torch.uint8)
