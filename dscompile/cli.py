@@ -23,7 +23,7 @@ from dscompile.targets import TARGETS, UnsupportedTargetError, detect_target
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
     help="A torch.compile backend for DeepSeek-V4 and V4.1.",
 )
 out = Console()
@@ -59,6 +59,7 @@ def explain(
     output: Annotated[Path | None, typer.Option(help="A file to write instead of printing.")] = None,
 ) -> None:
     """Compile a model once and report what was recognised, what was not, and why."""
+    from dscompile.explaining import explain as explain_call
     from dscompile.options import Options
     from dscompile.subjects import load_call
 
@@ -75,7 +76,7 @@ def explain(
         with err.status(f"building {subject}"):
             function, args, kwargs = load_call(subject, tokens)
         with err.status(f"compiling {subject}"):
-            collected = _compile_once(function, args, kwargs, options)
+            collected = explain_call(function, *args, options=options, **kwargs)
     if form is Form.text and output is None:
         out.print(collected.render())
     else:
@@ -83,16 +84,6 @@ def explain(
         _deliver(text, output)
     if not collected.graphs:
         raise typer.Exit(1)
-
-
-def _compile_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
-    import torch
-
-    from dscompile import report
-
-    with report.collect() as collected, torch.no_grad():
-        torch.compile(function, backend="dsv4", options=options)(*args, **kwargs)
-    return collected
 
 
 @app.command()

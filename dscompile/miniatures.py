@@ -87,7 +87,7 @@ def v4_model(**changes: Any) -> DeepseekV4ForCausalLM:
     return model
 
 
-def v41_model(**changes: Any) -> DeepseekV41ForCausalLM:
+def v41_model(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DeepseekV41ForCausalLM:
     """The project's DeepSeek-V4.1 with `DeepseekV41Config.miniature(**changes)`; every layer mode, eval mode.
 
     The weights are random but the same on every call with the same `changes`.
@@ -96,7 +96,7 @@ def v41_model(**changes: Any) -> DeepseekV41ForCausalLM:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return DeepseekV41ForCausalLM(DeepseekV41Config.miniature(**changes)).eval()
+        return DeepseekV41ForCausalLM(DeepseekV41Config.miniature(**changes), dtype=dtype).eval()
 
 
 def v4_call(tokens: int) -> Call:

@@ -134,7 +134,7 @@ def test_subject_functions_that_do_not_fit(user_file: Path, name: str, words: st
 def test_explain_compiles_a_users_function(user_file: Path, tmp_path: Path):
     data = json.loads(run("explain", f"{user_file}:example", "--format", "json"))
     (graph,) = data["graphs"]
-    assert graph["counts"] == {"rms_norm": 1}
+    assert graph["counts"] == {"norm": 1}
     output = tmp_path / "reports" / "report.html"
     run("explain", f"{user_file}:example", "--format", "html", "--output", str(output))
     assert output.read_text().startswith("<!doctype html>")
