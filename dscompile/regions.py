@@ -1,13 +1,16 @@
 """Marking a model's repeated layers as regions that `torch.compile` compiles once per kind.
 
 `torch.compiler.nested_compile_region` must wrap a function of a class: a wrapped bound method of an instance does not
-trace. To leave the layer's class alone, each marked instance is given a subclass that only wraps `forward`; the subclass
-is made once per class and keeps its name, so printed models and isinstance checks stay as they were.
+trace. To leave the layer's class alone, each marked instance is given a subclass that only wraps `forward`. It is
+made once per class and keeps its name, so printed models, isinstance checks and state dicts stay as they were. What
+does need the original class (pickling a whole module, gradient checkpointing) works again after `unmark_regions`.
+
+The backend sees one subgraph per kind of layer: layers whose graphs differ in anything but their inputs are different
+kinds, and torch puts a kind that occurs once back in line.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 from typing import Any
@@ -59,31 +62,34 @@ def _repeated_layers(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-@functools.cache
+_REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _region_class(layer_class: type[nn.Module]) -> type[nn.Module]:
-    # `type.__new__` directly: a class hook such as transformers' GradientCheckpointingLayer.__init_subclass__ would wrap
-    # our forward once more, and nothing between the module's call and the region may hide the marked function.
-    forward = _nested_region(layer_class.forward)
-    functools.update_wrapper(forward, layer_class.forward, updated=())
+    if layer_class not in _REGION_CLASSES:
+        _REGION_CLASSES[layer_class] = _make_region_class(layer_class)
+    return _REGION_CLASSES[layer_class]
+
+
+def _make_region_class(layer_class: type[nn.Module]) -> type[nn.Module]:
     body: dict[str, Any] = {
         "__doc__": layer_class.__doc__,
         "__module__": layer_class.__module__,
         "__qualname__": layer_class.__qualname__,
         _MARK: layer_class,
     }
-    region = type(layer_class.__name__, (layer_class,), body)
-    region.forward = forward  # type: ignore[method-assign]
+    region: type[nn.Module] = type(layer_class.__name__, (layer_class,), body)
+    # Set after the class is made: a base class that wraps its subclasses' forward (transformers' checkpointing layer
+    # does) would put its wrapper around the region, and the call would no longer reach a marked function directly.
+    region.forward = _nested_region(layer_class.forward)  # type: ignore[method-assign]
     return region
 
 
 def _nested_region(forward: Any) -> Any:
     wrap = torch.compiler.nested_compile_region
-    # A region that torch cannot prove reusable is traced again for every layer and merged afterwards; the limit on
-    # remembered traces (8) would then stop models of many layers, with an error, though nothing is wrong.
-    options = {"max_reuse_entries": 1024} if "max_reuse_entries" in inspect.signature(wrap).parameters else {}
-    return wrap(forward, **options)
-
-
-def count_kinds(model: nn.Module) -> dict[str, int]:
-    """Marked layers by class name, for reports."""
-    return dict(collections.Counter(type(m).__name__ for m in model.modules() if is_region(m)))
+    # A region with an argument that torch cannot compare (a cache object) is traced for every layer and merged after;
+    # one that it can compare is remembered, and more than 8 unlike layers would end with an error, not a slow compile.
+    options: dict[str, Any] = (
+        {"max_reuse_entries": 1024} if "max_reuse_entries" in inspect.signature(wrap).parameters else {}
+    )
+    return functools.update_wrapper(wrap(forward, **options), forward, updated=())

@@ -73,7 +73,7 @@ class StaticV4Cache(Cache):
             "batch_size": batch_size, "max_tokens": max_tokens, "window": config.sliding_window,
             "head_dim": config.head_dim, "dtype": dtype, "device": device, "start": self.start, "length": self.length,
         }  # fmt: skip
-        layers = [_layer(config, index, kind, common) for index, kind in enumerate(config.layer_types)]
+        layers: list[Any] = [_layer(config, index, kind, common) for index, kind in enumerate(config.layer_types)]
         super().__init__(layers=layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
@@ -82,7 +82,8 @@ class StaticV4Cache(Cache):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache, once: for counting bytes, or `torch._dynamo.mark_static_address`."""
-        return [self.start, self.length, *(t for layer in self.layers for t in layer.state())]
+        rows = [t for layer in self.layers if isinstance(layer, StaticWindowLayer) for t in layer.state()]
+        return [self.start, self.length, *rows]
 
     @property
     def nbytes(self) -> int:
@@ -119,17 +120,17 @@ def prepare(model: nn.Module, *, regions: bool = True) -> nn.Module:
     if isinstance(model, torch._dynamo.OptimizedModule):
         warnings.warn(
             "prepare() was given torch.compile(model). Its generate() runs nothing compiled: call "
-            "model.compile(backend='dsv4') on the model itself, or set model.forward = torch.compile(model.forward, ...)",
+            "model.compile(backend='dsv4') on the model itself, or set model.forward = torch.compile(model.forward)",
             stacklevel=2,
         )
         model = model._orig_mod
     base = _base_model(model)
     attention = base.config._attn_implementation
     if attention != "eager":
-        raise ValueError(f"attention implementation must be 'eager' (V4 has no other in transformers), got {attention!r}")
+        raise ValueError(f"attention implementation must be 'eager', V4's only one; got {attention!r}")
     unprepare(model)
     if base.config._experts_implementation == "eager":
-        model.set_experts_implementation("grouped_mm")
+        base.set_experts_implementation("grouped_mm")
     hooks = [base.register_forward_pre_hook(_check_call, with_kwargs=True)]
     for layer in base.layers:
         if layer.self_attn.layer_type == "heavily_compressed_attention":
@@ -145,6 +146,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     base = _base_model(model)
     for hook in base.__dict__.pop("_dsv4_hooks", ()):
         hook.remove()
+    base.__dict__.pop("_dsv4_warned", None)
     unmark_regions(base)
     return model
 
@@ -167,8 +169,9 @@ def _mask_compressed_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     if not isinstance(cache, StaticV4Cache) or positions is None or positions.shape[1] != 1:
         return None
     if mask is None:
-        raise ValueError("decoding with StaticV4Cache needs the model's own window mask; attention_mask reached it as None")
-    layer = cache.layers[module.layer_idx]
+        raise ValueError("StaticV4Cache: one token is decoded without any mask; leave the model's own window mask on")
+    layer = cache.layers[module.layer_idx]  # type: ignore[index]
+    assert isinstance(layer, StaticHCALayer)
     row = torch.arange(layer.capacity, device=mask.device)
     visible = (positions + 1) // layer.compress_rate  # [B or 1, 1]
     bias = mask.new_zeros((mask.shape[0], 1, 1, layer.capacity))
@@ -181,27 +184,37 @@ def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if not isinstance(cache, StaticV4Cache):
         return None
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        _refuse_padding(mask)
-        return args, {**kwargs, "attention_mask": None}
+    if torch.is_grad_enabled():
+        raise ValueError("StaticV4Cache is for inference: call the model under torch.no_grad()")
     if not torch.compiler.is_compiling():
         _check_room(cache, kwargs)
         _warn_if_generating(module)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        _refuse_padding(module, mask)
+        return args, {**kwargs, "attention_mask": None}
     return None
 
 
-def _refuse_padding(mask: Tensor) -> None:
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "StaticV4Cache: leave attention_mask out in compiled calls. Padding is not supported, and whether a mask "
-            "is all ones cannot be looked at inside a graph."
-        )
+def _refuse_padding(module: nn.Module, mask: Tensor) -> None:
+    if torch.compiler.is_compiling():  # Dynamo runs the call eagerly instead, unless fullgraph=True makes this an error
+        raise ValueError(f"StaticV4Cache: {_LEAVE_MASK_OUT}")
     if not bool(mask.all()):
         raise ValueError(
             "StaticV4Cache: attention_mask marks padding, which is not supported: all rows of a batch share their "
             "positions, and the compressors would take padding for tokens. Batch prompts of equal length."
         )
+    _warn_once(module, _LEAVE_MASK_OUT)
+
+
+_LEAVE_MASK_OUT = (
+    "leave attention_mask out: it can only be all ones here, and a call with it does not run compiled, because a graph "
+    "cannot look at its values"
+)
+_NOT_COMPILED = (
+    "generate() is running this model uncompiled (torch.compile(model).generate() does not compile either): call "
+    "model.compile(backend='dsv4') or set model.forward = torch.compile(model.forward, backend='dsv4') first"
+)
 
 
 def _check_room(cache: StaticV4Cache, kwargs: dict[str, Any]) -> None:
@@ -214,17 +227,16 @@ def _check_room(cache: StaticV4Cache, kwargs: dict[str, Any]) -> None:
 
 
 def _warn_if_generating(module: nn.Module) -> None:
-    """Once per model: `generate` called a prepared model and nothing of it is compiled."""
-    if "_dsv4_warned" in module.__dict__:
-        return
+    """`generate` called a prepared model and this forward is not compiled (never was, or Dynamo gave up)."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "generate":
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return
-    module._dsv4_warned = True  # type: ignore[assignment]
-    warnings.warn(
-        "generate() is running this model uncompiled (torch.compile(model).generate() does not compile either): call "
-        "model.compile(backend='dsv4') or set model.forward = torch.compile(model.forward, backend='dsv4') first",
-        stacklevel=2,
-    )
+    if frame is not None:
+        _warn_once(module, _NOT_COMPILED)
+
+
+def _warn_once(module: nn.Module, message: str) -> None:
+    said: set[str] = module.__dict__.setdefault("_dsv4_warned", set())
+    if message not in said:
+        said.add(message)
+        warnings.warn(message, stacklevel=2)

@@ -34,13 +34,8 @@ from transformers.cache_utils import CacheLayerMixin
 ROWS_MASKED = "compressed_rows_masked"
 
 
-def clone_index(counter: Tensor) -> Tensor:
-    """A value of a counter that later writes to the counter leave alone."""
-    return counter.clone()
-
-
 class StaticWindowLayer(CacheLayerMixin):
-    """Sliding-window rows of one layer (keys are values): `keys` [B * W, D], flat so that a store is one row index."""
+    """Sliding-window rows of one layer (keys are values): `window_rows` [B * W, D], flat, so a store is one index."""
 
     is_compileable = False  # see StaticV4Cache
     is_croppable = False
@@ -70,7 +65,7 @@ class StaticWindowLayer(CacheLayerMixin):
         self.device = device
         self.start = start
         self.length = length
-        self.keys = torch.zeros(batch_size * window, head_dim, dtype=dtype, device=device)
+        self.window_rows = self._zeros(batch_size * window, head_dim)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -104,13 +99,13 @@ class StaticWindowLayer(CacheLayerMixin):
         full = full.unsqueeze(1)
         return full, full
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
         """(rows that `update` will return, position of the first of them), asked before this call's `update`."""
         return self.window - 1 + query_length, (self.length - (self.window - 1)).clamp(min=0)
 
-    def get_seq_length(self) -> Tensor:
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Tokens seen so far, an int64 scalar tensor."""
-        return clone_index(self.length)
+        return self.length.clone()
 
     def get_max_length(self) -> int:
         """Tokens that the cache holds."""
@@ -148,17 +143,20 @@ class StaticWindowLayer(CacheLayerMixin):
 
     def state(self) -> tuple[Tensor, ...]:
         """Every tensor whose rows belong to sequences, batch-major when viewed as [B, -1]."""
-        return (self.keys,)
+        return (self.window_rows,)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _ring(self) -> Tensor:
-        return self.keys.view(self.batch_size, self.window, self.head_dim)
+        return self.window_rows.view(self.batch_size, self.window, self.head_dim)
 
     def _window_start(self) -> Tensor:
         return (self.start - (self.window - 1)).clamp(min=0)
 
     def _store_window(self, rows: Tensor) -> None:
-        last = min(rows.shape[1], self.window)
-        _store_ring(self.keys, rows, self.start, last, self.window)
+        slots = _ring_slots(self.start, rows.shape[1], self.window, self.batch_size)
+        _put_last(self.window_rows, slots, rows, self.window)
 
     def _check_rows(self, key_states: Tensor) -> None:
         batch, heads, _, dim = key_states.shape
@@ -180,15 +178,17 @@ class StaticHCALayer(StaticWindowLayer):
     WIDTH = 1  # features per token over features per compressed row
     MODEL_MASKS_ONE_TOKEN = False  # whether the model masks compressed rows when it decodes a single token
 
-    def __init__(self, *, compress_rate: int, stream_dims: dict[str, int], gate_dtype: torch.dtype, **kwargs: Any) -> None:
+    def __init__(
+        self, *, compress_rate: int, stream_dims: dict[str, int], gate_dtype: torch.dtype, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.compress_rate = compress_rate
         self.capacity = -(-self.max_tokens // compress_rate)
         self.stream_dims = stream_dims
-        batch, ratio, place = self.batch_size, compress_rate, {"dtype": self.dtype, "device": self.device}
-        self.ring_kv = {n: torch.zeros(batch * ratio, self.WIDTH * d, **place) for n, d in stream_dims.items()}
-        self.ring_gate = {n: torch.zeros(batch * ratio, self.WIDTH * d, **place) for n, d in stream_dims.items()}
-        self.pool = {n: torch.zeros(batch * self.capacity, d, **place) for n, d in stream_dims.items()}
+        open_rows, pool_rows = self.batch_size * compress_rate, self.batch_size * self.capacity
+        self.ring_kv = {name: self._zeros(open_rows, self.WIDTH * dim) for name, dim in stream_dims.items()}
+        self.ring_gate = {name: self._zeros(open_rows, self.WIDTH * dim) for name, dim in stream_dims.items()}
+        self.pool = {name: self._zeros(pool_rows, dim) for name, dim in stream_dims.items()}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As the window layer's. Refuses a single token if nothing masks the compressed rows (see `prepare`)."""
@@ -225,10 +225,10 @@ class StaticHCALayer(StaticWindowLayer):
         """
         groups, dim = compressed.shape[1], compressed.shape[2]
         row = self.start // self.compress_rate + torch.arange(groups, device=self.device)
-        slots = row + _row_bases(self.batch_size, self.capacity, self.device)
-        slots = torch.where(row < self.capacity, slots, self.batch_size * self.capacity)
+        row = torch.where(row < self.capacity, row, self.batch_size * self.capacity)
         pool = self.pool[name]
-        pool.index_put_((slots.reshape(-1),), compressed.reshape(-1, dim))
+        slots = _flat_slots(row, self.batch_size, self.capacity)
+        pool.index_put_((slots,), compressed.reshape(-1, dim))
         return pool.view(self.batch_size, self.capacity, dim)
 
     def state(self) -> tuple[Tensor, ...]:
@@ -239,9 +239,9 @@ class StaticHCALayer(StaticWindowLayer):
         return ring.view(self.batch_size, self.compress_rate, -1)
 
     def _store_open(self, name: str, kv: Tensor, gate: Tensor) -> None:
-        last = min(kv.shape[1], self.compress_rate)
-        _store_ring(self.ring_kv[name], kv, self.start, last, self.compress_rate)
-        _store_ring(self.ring_gate[name], gate, self.start, last, self.compress_rate)
+        slots = _ring_slots(self.start, kv.shape[1], self.compress_rate, self.batch_size)
+        _put_last(self.ring_kv[name], slots, kv, self.compress_rate)
+        _put_last(self.ring_gate[name], slots, gate, self.compress_rate)
 
 
 class StaticCSALayer(StaticHCALayer):
@@ -254,13 +254,11 @@ class StaticCSALayer(StaticHCALayer):
     def __init__(self, *, gate_dtype: torch.dtype, **kwargs: Any) -> None:
         super().__init__(gate_dtype=gate_dtype, **kwargs)
         batch, ratio, device = self.batch_size, self.compress_rate, self.device
-        self.overlap_kv = {
-            n: torch.zeros(batch, 2, ratio, d, dtype=self.dtype, device=device) for n, d in self.stream_dims.items()
-        }
+        self.overlap_kv = {name: self._zeros(batch, 2, ratio, dim) for name, dim in self.stream_dims.items()}
         # Gates are kept after the position bias was added, which is fp32 in a model of any dtype.
         self.overlap_gate = {
-            n: torch.full((batch, 2, ratio, d), float("-inf"), dtype=gate_dtype, device=device)
-            for n, d in self.stream_dims.items()
+            name: torch.full((batch, 2, ratio, dim), float("-inf"), dtype=gate_dtype, device=device)
+            for name, dim in self.stream_dims.items()
         }
 
     def update_overlap_state(
@@ -274,7 +272,7 @@ class StaticCSALayer(StaticHCALayer):
         prior_kv = self.overlap_kv[name].index_select(1, before).squeeze(1)
         prior_gate = self.overlap_gate[name].index_select(1, before).squeeze(1)
         kept = min(groups, 2)
-        slots = (first + (groups - kept) + torch.arange(kept, device=self.device)) % 2
+        slots = (first + torch.arange(groups - kept, groups, device=self.device)) % 2
         self.overlap_kv[name][:, slots] = chunk_kv[:, groups - kept :, :, :head_dim]
         self.overlap_gate[name][:, slots] = chunk_gate[:, groups - kept :, :, :head_dim].to(
             self.overlap_gate[name].dtype
@@ -292,15 +290,22 @@ class StaticCSALayer(StaticHCALayer):
         return (*super().state(), *self.overlap_kv.values(), *self.overlap_gate.values())
 
 
-def _row_bases(batch: int, rows: int, device: torch.device) -> Tensor:
-    """[B, 1]: the flat index of each sequence's first row in a pool of `rows` rows a sequence."""
-    return (torch.arange(batch, device=device) * rows).unsqueeze(1)
+def _flat_slots(slot: Tensor, batch: int, size: int) -> Tensor:
+    """[B * n]: `slot` [n] of every sequence as an index into a pool of `batch * size` rows."""
+    bases = torch.arange(batch, device=slot.device) * size
+    return (bases.unsqueeze(1) + slot).reshape(-1)
 
 
-def _store_ring(ring: Tensor, rows: Tensor, start: Tensor, last: int, size: int) -> None:
-    """Writes the last `last` of `rows` [B, T, D], whose first row has position `start`, into `ring` [B * size, D]."""
-    batch, tokens, dim = rows.shape
-    skipped = tokens - last
-    slots = (start + skipped + torch.arange(last, device=ring.device)) % size
-    slots = slots + _row_bases(batch, size, ring.device)
-    ring.index_put_((slots.reshape(-1),), rows[:, skipped:].reshape(-1, dim))
+def _ring_slots(start: Tensor, tokens: int, size: int, batch: int) -> Tensor:
+    """[B * n]: where the last n = min(tokens, size) of `tokens` new rows go in a ring of `size` rows a sequence."""
+    if tokens == 1:
+        return _flat_slots(start.view(1) % size, batch, size)
+    kept = min(tokens, size)
+    return _flat_slots((start + torch.arange(tokens - kept, tokens, device=start.device)) % size, batch, size)
+
+
+def _put_last(ring: Tensor, slots: Tensor, rows: Tensor, size: int) -> None:
+    """Writes the last min(T, size) of `rows` [B, T, D] to `slots` of `ring` [B * size, D]."""
+    if rows.shape[1] > size:
+        rows = rows[:, -size:]
+    ring.index_put_((slots,), rows.reshape(-1, rows.shape[-1]))
