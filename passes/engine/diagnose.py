@@ -52,6 +52,9 @@ class Comparison:
             self.first = self.first or (p, t, f"expected {op_name(p.target)}, found {describe(t)}")
             where = f"   {fxutil.source_line(t)}" if isinstance(t, Node) else ""
             self.lines.append(f"{pad}! expected {op_name(p.target)}, found {describe(t)}{where}")
+            if isinstance(t, Node) and t.op == "call_function" and len(_flat(t)) == len(_flat(p)):
+                for a, b in self._pairs(v, p, t):  # one operator differs: what is below may still agree
+                    self.walk(v, a, b, depth + 1)
 
     def _pairs(self, v: Variant, p: Node, t: Node) -> list[tuple[Node, Any]]:
         if p.target in (RESHAPE, PERMUTE):

@@ -71,7 +71,9 @@ class Matcher(Unifier):
     @staticmethod
     def _push(new: list[Goal], rest: Any) -> Any:
         """Inner nodes first, inputs last: operators rule out a wrong path sooner than wildcards do."""
-        for goal in sorted(reversed(new), key=lambda g: not (isinstance(g[0], Node) and g[0].op == "placeholder")):
+        inputs = [g for g in new if isinstance(g[0], Node) and g[0].op == "placeholder"]
+        inner = [g for g in new if g not in inputs]
+        for goal in reversed(inner + inputs):
             rest = (goal, rest)
         return rest
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from . import fxutil, mutation
-from .optable import CLONE, LAYOUT, SLICE, STRIDE_SENSITIVE, VIEWS, aten, is_op, is_pure
+from .optable import CLONE, LAYOUT, REDUCTIONS, SLICE, STRIDE_SENSITIVE, VIEWS, aten, is_op, is_pure
 
 Rule = Callable[["Context", Node], "Node | None"]
 RULES: dict[Any, list[Rule]] = {}
@@ -45,6 +45,7 @@ class Context:
         self.writes = mutation.Writes(gm.graph)
         self.dirty: set[Node] = set()
         self.current: Node | None = None
+        self.symbols: dict[Any, Node] = {}
 
     def emit(self, target: Any, args: tuple, kwargs: dict | None = None) -> Node:
         assert self.current is not None
@@ -59,24 +60,29 @@ class Context:
         return node
 
     def sizes(self, node: Node) -> list[Any] | None:
-        """Shape of ``node`` as arguments: ints, and nodes for symbolic sizes (one unknown becomes -1)."""
-        known: dict[Any, Any] = {}
-        for arg in _leaves(node.args):
-            if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.SymInt):
-                known[arg.meta["val"].node.expr] = arg
+        """Shape of ``node`` as arguments: ints, and nodes in front of it for symbolic sizes.
+
+        A size that nothing computes becomes -1; None if there are two of these.
+        """
         out: list[Any] = []
         for size in node.meta["val"].shape:
-            if isinstance(size, torch.SymInt) and not size.node.is_constant():
-                out.append(known.get(size.node.expr, -1))
-            else:
-                out.append(int(size))
+            symbolic = isinstance(size, torch.SymInt) and not size.node.is_constant()
+            out.append(self._symbol(size.node.expr, node) if symbolic else int(size))
         return out if out.count(-1) <= 1 else None
 
+    def _symbol(self, expr: Any, node: Node) -> Node | int:
+        if expr not in self.symbols:
+            for source in node.all_input_nodes:
+                value = source.meta.get("val")
+                for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                    if isinstance(size, torch.SymInt) and size.node.expr == expr:
+                        self.symbols[expr] = self.emit(torch.ops.aten.sym_size.int, (source, dim))
+        return self.symbols.get(expr, -1)
 
-def _leaves(args: Any) -> list[Any]:
-    if isinstance(args, (tuple, list)):
-        return [leaf for a in args for leaf in _leaves(a)]
-    return [args]
+    def note(self, node: Node) -> None:
+        """Remember which node computes a symbolic size."""
+        if isinstance(value := node.meta.get("val"), torch.SymInt):
+            self.symbols.setdefault(value.node.expr, node)
 
 
 def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
@@ -84,10 +90,14 @@ def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
 
     Idempotent. ``is_pattern`` treats the graph's outputs as inner values: copies in front of them may go.
     """
+    gm.graph.eliminate_dead_code()
     ctx = Context(gm, fxutil.fake_mode(gm), is_pattern)
     count = 0
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node._erased:
+        if node._erased:
+            continue
+        ctx.note(node)
+        if node.op != "call_function":
             continue
         ctx.current = node
         for _ in range(8):
@@ -146,7 +156,7 @@ def explicit_args(node: Node) -> None:
         value = values[arg.name]
         if arg.name in ("dim", "dims") and rank:
             value = positive_dims(value, rank)
-            if node.target in _REDUCTIONS and arg.name == "dim":
+            if node.target in REDUCTIONS and arg.name == "dim":
                 value = sorted(value) if value else list(range(rank))
         if not arg.kwarg_only:
             args.append(value)
@@ -154,11 +164,6 @@ def explicit_args(node: Node) -> None:
             kwargs[arg.name] = value
     if tuple(args) != node.args or kwargs != node.kwargs:
         node.args, node.kwargs = tuple(args), kwargs
-
-
-_REDUCTIONS = frozenset({
-    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default,
-})  # fmt: skip
 
 
 def positive_dims(dims: Any, rank: int) -> Any:

@@ -54,6 +54,11 @@ STRIDE_SENSITIVE: frozenset[Any] = frozenset({
     aten._grouped_mm.default, aten._scaled_mm.default, aten.empty_like.default, aten.unfold.default,
 })  # fmt: skip
 
+#: ``op(x, dims, keepdim)``.
+REDUCTIONS: frozenset[Any] = frozenset({
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default,
+})  # fmt: skip
+
 #: Cheap to compute twice: a matched node of this kind may keep users outside the match.
 CHEAP: frozenset[Any] = LAYOUT | {
     SLICE, SELECT, CAST, FULL, operator.getitem, aten.neg.default, aten.arange.start_step, aten.lift_fresh_copy.default,

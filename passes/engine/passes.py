@@ -63,18 +63,19 @@ class PatternPass:
         start = time.perf_counter()
         matches: list[MatchRecord] = []
         misses: list[NearMiss] = []
+        patterns = tuple(p for p in self.patterns if p.available)
         for sub in subgraphs(gm):
             rewriter = Rewriter(sub.gm)
             refused: dict[tuple[str, Node], NearMiss] = {}
             for _ in range(self.rounds):
                 before = len(matches)
-                for pattern in self.patterns:
+                for pattern in patterns:
                     matches += self._all_matches(pattern, sub, rewriter, refused)
                 if len(matches) == before:
                     break
             rewriter.finish()
             if self.near_misses:
-                misses += diagnose.near_misses(self.patterns, sub, refused.values())
+                misses += diagnose.near_misses(patterns, sub, refused.values())
         return PassResult(self.name, tuple(matches), tuple(misses), time.perf_counter() - start)
 
     def _all_matches(self, pattern: Pattern, sub: Subgraph, rewriter: Rewriter,

@@ -66,6 +66,7 @@ class Pattern:
     guard: ``Match -> Reject | None``. key: operator that marks a near miss. share: least share for one.
     required: outputs that must be present; others may be absent in a graph that does not use them.
     shared: further operators that may keep users outside a match (they are then computed twice).
+    needs: operators of other libraries (``"namespace::name"``) without which the pattern cannot occur or be traced.
     """
 
     name: str
@@ -81,15 +82,21 @@ class Pattern:
     dtypes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ranks: tuple[int, ...] = (1, 2, 3)
     key: Any = None
-    share: float = 0.5
+    share: float = 0.6
     required: tuple[int, ...] = (0,)
     shared: frozenset[Any] = frozenset()
+    needs: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return id(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+    @property
+    def available(self) -> bool:
+        """Whether all operators that it needs are registered by now."""
+        return all(hasattr(getattr(torch.ops, ns), op) for ns, op in (name.split("::") for name in self.needs))
 
     def variants(self) -> Iterator[tuple[dict[str, torch.dtype], int]]:
         """All (dtype class -> dtype, batch rank) combinations, without tracing anything."""

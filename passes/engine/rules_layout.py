@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from . import fxutil
 from .normalise import Context, copy_matters, rule
-from .optable import CAST, CLONE, EXPAND, FULL, PERMUTE, RESHAPE, SELECT, SLICE, aten, is_op
+from .optable import CAST, CLONE, EXPAND, FULL, PERMUTE, REDUCTIONS, RESHAPE, SELECT, SLICE, aten, is_op
 
 _HUGE = 2**62
 
@@ -31,6 +31,10 @@ def reshape(ctx: Context, node: Node) -> Node | None:
         return x
     if x is not node.args[0]:
         node.args = (x, *node.args[1:])
+    if x.target in REDUCTIONS and not x.args[2]:
+        kept = [1 if d in x.args[1] else s for d, s in enumerate(_shape(x.args[0]))]
+        if fxutil.same_shape(kept, _shape(node)):
+            return ctx.become(node, x.target, (x.args[0], x.args[1], True), dict(x.kwargs))
     sizes = ctx.sizes(node)
     if sizes is None or (node.target is RESHAPE and list(node.args[1]) == sizes):
         return None
