@@ -1,4 +1,4 @@
-"""Reading stored rows by index: what sparse attention reads, as an operation of its own that several layers can share."""
+"""Reading stored rows by index: what sparse attention reads, as an operation that several layers can share."""
 
 from __future__ import annotations
 
