@@ -158,9 +158,9 @@ def layer_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"L\['self'\]\.?|\['?(\w+)'?\]", lambda m: f".{m[1]}" if m[1] else "", path)
-    parts = [p for p in path.replace("_modules.", "").split(".") if p and p not in ("L", "self")]
+    path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))  # the frame's own name for the model
+    path = re.sub(r"\['?(\w+)'?\]", r".\1", path)
+    parts = [p for p in path.split(".") if p not in ("", "_modules")]
     for i, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: i + 1])

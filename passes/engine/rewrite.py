@@ -135,10 +135,9 @@ class Rewriter:
         stores = [n for n in body.graph.nodes if n.op == "call_function" and mutated_args(n.target)]
         if why := self._unsafe_stores(match, body, stores, before):
             return why
-        if before is not None:
-            for node in moved:
-                before.prepend(node)
-        new = self._inline(match, body, before or match.anchor)
+        new = self._inline(match, body, before)
+        for node in moved:
+            before.prepend(node)
         self._redirect(match, [new[r] for r in results], bool(stores))
         return None
 
@@ -179,7 +178,7 @@ class Rewriter:
                 return Reject(f"replacement output {i} is on {have.device}, the graph on {want.device}", old)
         return None
 
-    def _place(self, match: Match) -> tuple[list[Node], Node | None] | Reject:
+    def _place(self, match: Match) -> tuple[list[Node], Node] | Reject:
         """Where the replacement goes: (nodes that have to move behind it, the node in front of which it goes)."""
         inner = set(match.nodes)
         outputs = [n for n in match.outputs if n is not None]
@@ -201,7 +200,7 @@ class Rewriter:
         for node in moved:
             if mutation.written_roots(node) or self.writes.inside(node, node, before):
                 return Reject(f"%{node.name} would have to move across a write", node)
-        return [m for m in moved if m is not before], before
+        return moved, before
 
     def _dependents(self, early: list[Node], last: Node) -> list[Node]:
         out, todo = set(early), list(early)

@@ -232,8 +232,8 @@ def test_guards_that_return_bools_are_refused():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"scalars": {"eps": 1.2345e-5, "unused": 9.875}, "search": lambda x, weight, eps, unused: norm(x, weight, eps)},
-         "scalar unused=9.875 does not appear"),
+        ({"scalars": {"eps": 1.2345e-5, "idle": 9.875}, "search": lambda x, weight, eps, idle: norm(x, weight, eps)},
+         "scalar idle=9.875 does not appear"),
         ({"inputs": {"x": "activation[D]", "weight": "act[D]"}}, "unknown dtype class 'activation'"),
         ({"inputs": {"x": "act(D)", "weight": "act[D]"}}, "expected 'dtype"),
         ({"search": lambda x, weight, eps: x}, "output 0 is not computed"),
