@@ -1,0 +1,50 @@
+"""Bad input, told early and plainly: what shapes and metadata show on every call, what data shows only eagerly."""
+
+import torch
+from torch import Tensor
+
+from dscompile.models.deepseek_v41.attention import WINDOW_FORMAT
+from dscompile.models.deepseek_v41.cache import DeepseekV41Cache
+from dscompile.models.deepseek_v41.config import DeepseekV41Config
+
+
+def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache) -> None:
+    """TypeError or ValueError for a wrong dtype, shape or cache. Looks at metadata only: free in a graph."""
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input_ids have dtype {input_ids.dtype}, allowed: torch.int64 or torch.int32")
+    if positions.dtype != torch.int64:
+        raise TypeError(f"positions have dtype {positions.dtype}, allowed: torch.int64")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}, allowed: [batch, tokens]")
+    if positions.shape != input_ids.shape:
+        raise ValueError(f"positions have shape {tuple(positions.shape)}, allowed: {tuple(input_ids.shape)} (input_ids)")
+    batch = input_ids.shape[0]
+    if cache.batch_size != batch:
+        raise ValueError(f"the cache is for batch size {cache.batch_size}, the input has {batch} rows")
+    if len(cache.window) != config.num_hidden_layers:
+        raise ValueError(f"the cache has {len(cache.window)} layers, the model {config.num_hidden_layers}")
+    ring = (batch * config.sliding_window + 1, WINDOW_FORMAT.row_bytes(config.head_dim))
+    if cache.window[0].shape != ring:
+        raise ValueError(f"the cache's window pool has shape {tuple(cache.window[0].shape)}, allowed: {ring}")
+    ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
+    if cache.ratios != ratios:
+        raise ValueError(f"the cache has KV sources and ratios {cache.ratios}, the model {ratios}")
+
+
+def check_positions(positions: Tensor, cache: DeepseekV41Cache) -> None:
+    """ValueError for positions [B, T] that the model would treat as padding without having been told to.
+
+    Allowed per row: p, p + 1, ... below `cache.max_tokens`, then any number of -1. Reads data: not for compiled code.
+    """
+    rows = positions.tolist()
+    for b, row in enumerate(rows):
+        for t, position in enumerate(row):
+            expected = row[0] + t
+            if position == -1:
+                if any(later != -1 for later in row[t:]):
+                    raise ValueError(f"positions[{b}]: -1 at {t} before a token, allowed: -1 only at the end of a row")
+                break
+            if position >= cache.max_tokens:
+                raise ValueError(f"positions[{b}, {t}]: {position}, allowed: < max_tokens {cache.max_tokens} (cache)")
+            if position < 0 or position != expected:
+                raise ValueError(f"positions[{b}, {t}]: {position}, allowed: {expected} (one more each token) or -1")
