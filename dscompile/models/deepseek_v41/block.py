@@ -17,7 +17,14 @@ from dscompile.models.deepseek_v41.attention import COMPRESSED_FORMAT, Attention
 from dscompile.models.deepseek_v41.compressor import Compressor, TokenCompressor
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.hyper import HyperMix, hc_collapse, hc_expand
-from dscompile.models.deepseek_v41.indexer import Indexer, candidate_rows, mask_invisible, select_rows, visible_rows
+from dscompile.models.deepseek_v41.indexer import (
+    Indexer,
+    candidate_rows,
+    decode_keys,
+    mask_invisible,
+    select_rows,
+    visible_rows,
+)
 from dscompile.models.deepseek_v41.moe import MoE
 from dscompile.models.deepseek_v41.norm import RMSNorm
 from dscompile.models.deepseek_v41.plan import store_rows
@@ -172,11 +179,13 @@ class FullBlock(Block):
         group_write: Tensor,
         group_cos: Tensor,
         group_sin: Tensor,
+        last_key_pool: Tensor | None = None,
         *open_group: Tensor,
     ) -> tuple[Tensor, ...]:
         """As `WindowBlock`, with the layer's own pools and where the chunk's groups go in them.
 
-        `open_group` (ratio > 1): the pool of the open groups, its read and write rows, and the groups' members.
+        For ratio > 1 only: the key pool of the model's last KV source (`decode_keys`; None to score own keys always),
+        and `open_group`: the pool of the open groups, its read and write rows, and the groups' members.
         Returns streams, pre, indices and, from the candidate source, candidates.
         """
         mix = self.hc_attn(streams)
@@ -190,8 +199,10 @@ class FullBlock(Block):
         store_rows(row_pool, group_write, COMPRESSED_FORMAT.pack(apply_rope(compressed, group_cos, group_sin)))
 
         n_visible = visible_rows(positions, self.ratio)
-        scores = indexer.score(x, latent, sequence_rows(key_pool, x.shape[0]), cos, sin)
-        scores = mask_invisible(scores, n_visible)
+        keys = sequence_rows(key_pool, x.shape[0])
+        if last_key_pool is not None and x.shape[1] == 1:
+            keys = decode_keys(keys, sequence_rows(last_key_pool, x.shape[0]), positions, self.ratio)
+        scores = mask_invisible(indexer.score(x, latent, keys, cos, sin), n_visible)
         indices = select_rows(scores, indexer.top_k)
         rows = sequence_rows(row_pool, x.shape[0])
         o = attend_sparse(q, window, positions, attn.window, rows, indices, attn.attn_sink, attn.scale)

@@ -1,4 +1,4 @@
-"""Which stored tensors fill which parameters: the release's names, its shapes per stored dtype, and how to copy them."""
+"""Which stored tensors fill which parameters: the release's names, shapes per stored dtype, and how to copy them."""
 
 from __future__ import annotations
 

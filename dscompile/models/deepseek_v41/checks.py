@@ -17,7 +17,7 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}, allowed: [batch, tokens]")
     if positions.shape != input_ids.shape:
-        raise ValueError(f"positions have shape {tuple(positions.shape)}, allowed: {tuple(input_ids.shape)} (input_ids)")
+        raise ValueError(f"positions have shape {tuple(positions.shape)}, allowed: {tuple(input_ids.shape)}")
     batch = input_ids.shape[0]
     if cache.batch_size != batch:
         raise ValueError(f"the cache is for batch size {cache.batch_size}, the input has {batch} rows")

@@ -105,6 +105,9 @@ class DeepseekV41Config:
     candidate_source_layer_id: int | None = 20
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
+    # What a decode step scores while a group is open: as the release's code does (True), or the layer's own keys, which
+    # makes a decode step equal to the same token in a prefill.
+    release_decode_keys: bool = True
     # Hyper-connections
     hc_mult: int = 4
     hc_sinkhorn_iters: int = 20

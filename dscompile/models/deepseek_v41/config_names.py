@@ -37,6 +37,7 @@ _SAME = (
     "candidate_source_layer_id",
     "candidate_topk_blocks",
     "candidate_block_size",
+    "release_decode_keys",
     "hc_mult",
     "hc_sinkhorn_iters",
     "hc_eps",

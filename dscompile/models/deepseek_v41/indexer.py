@@ -30,11 +30,22 @@ def mask_invisible(scores: Tensor, n_visible: Tensor) -> Tensor:
     return scores.masked_fill(ahead, -torch.inf)
 
 
+def rank_keys(scores: Tensor) -> Tensor:
+    """float32 [..., S] without NaN -> int64 [..., S], all different: ordered by score, among equal scores by row.
+
+    Scores tie often (the ReLU leaves exact zeros), and what `topk` picks among equals depends on the row count and the
+    device. With these keys the newest of them wins, whatever the size of the cache.
+    """
+    bits = scores.masked_fill(scores == 0, 0.0).view(torch.int32)  # -0 equals 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) + torch.arange(scores.shape[-1], device=scores.device)
+
+
 def select_rows(scores: Tensor, top_k: int) -> Tensor:
     """Masked scores [B, T, S] -> int64 [B, T, min(top_k, S)]: the best rows in ascending order, then -1 for none."""
     rows = scores.shape[-1]
-    best, index = scores.topk(min(top_k, rows))
-    index = torch.where(best > -torch.inf, index, rows).sort(-1).values
+    index = rank_keys(scores).topk(min(top_k, rows)).indices
+    index = torch.where(scores.gather(-1, index) > -torch.inf, index, rows).sort(-1).values
     return torch.where(index < rows, index, -1)
 
 
@@ -44,15 +55,25 @@ def candidate_rows(scores: Tensor, n_visible: Tensor, blocks: int, block_size: i
     A block scores as its best row; the newest visible block is always in, a block without a visible row never.
     """
     rows = scores.shape[-1]
-    short = -rows % block_size
-    padded = F.pad(scores, (0, short), value=-torch.inf)
+    padded = F.pad(scores, (0, -rows % block_size), value=-torch.inf)
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
     newest = (n_visible - 1) // block_size
     pinned = torch.arange(best.shape[-1], device=scores.device) == newest.unsqueeze(-1)
     best = best.masked_fill(pinned, torch.inf)
-    value, block = best.topk(min(blocks, best.shape[-1]))
-    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, block, value > -torch.inf)
+    block = rank_keys(best).topk(min(blocks, best.shape[-1])).indices
+    visible = best.gather(-1, block) > -torch.inf
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, block, visible)
     return chosen.repeat_interleave(block_size, -1)[..., :rows]
+
+
+def decode_keys(own: Tensor, last: Tensor, positions: Tensor, ratio: int) -> Tensor:
+    """The packed keys that a KV source scores in a decode step: own and last [B, S, row_bytes], positions [B, 1].
+
+    The release publishes a layer's keys only when the layer emits a row. In a step that leaves the group open it
+    scores what was published last: the keys of the model's last KV source, row for row.
+    """
+    is_open = ((positions + 1) % ratio != 0).unsqueeze(-1)
+    return torch.where(is_open, last[:, : own.shape[1]], own)
 
 
 class Indexer(nn.Module):

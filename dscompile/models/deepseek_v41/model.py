@@ -58,7 +58,8 @@ class DeepseekV41ForCausalLM(nn.Module):
 
     `dtype` is that of activations and of most weights; norms, mixes, the router, pooled compressors and the head stay
     float32. `weights="packed"` keeps the release's FP8 and FP4 weights in their bytes and dequantises them in every
-    forward, and `packed_tables` (by default the same) does so for the Engram tables. Parameters start random (reproducible from torch's generator); `from_pretrained` reads a checkpoint.
+    forward, and `packed_tables` (by default the same) does so for the Engram tables. Parameters start random
+    (reproducible from torch's generator) unless `random` is False; `from_pretrained` reads a checkpoint.
     """
 
     token_map: Tensor
@@ -149,11 +150,9 @@ class DeepseekV41ForCausalLM(nn.Module):
             rows, keys = cache.compressed[source], cache.index_keys[source]
             if self.kinds[i] == "full":
                 ratio = cache.ratios[i]
-                open_group = (cache.open_groups[i],) if ratio > 1 else ()
                 plan = groups[ratio]
-                streams, pre, indices, *published = layer(
-                    *common, *far, rows, keys, *plan.store, *open_group, *plan.open_group
-                )
+                open_group = (self.last_keys(i, cache), cache.open_groups[i], *plan.open_group) if ratio > 1 else ()
+                streams, pre, indices, *published = layer(*common, *far, rows, keys, *plan.store, *open_group)
                 candidates = tuple(published) or candidates
             elif self.kinds[i] == "reindex":
                 streams, pre, indices = layer(*common, *far, rows, keys, *candidates)
@@ -168,6 +167,15 @@ class DeepseekV41ForCausalLM(nn.Module):
         if ratio == 1:
             return RatioPlan(store, ())
         return RatioPlan(store, (*plan_window(positions, ratio - 1), plan.members))
+
+    def last_keys(self, layer: int, cache: DeepseekV41Cache) -> Tensor | None:
+        """The index keys that KV source `layer` scores while its group is open (`decode_keys`); None: its own.
+
+        They are its own too where the last source has fewer rows than the layer.
+        """
+        last = self.config.kv_source_layer_ids[-1]
+        others = last != layer and self.config.ratio(last) <= self.config.ratio(layer)
+        return cache.index_keys[last] if self.config.release_decode_keys and others else None
 
     def ngrams(self, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache) -> tuple[Tensor, Tensor]:
         """What the Engram layers hash, int64 [B, T, max_ngram], and which tokens are text, bool [B, T]."""
