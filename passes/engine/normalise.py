@@ -1,7 +1,7 @@
 """One spelling per meaning: the canonical form that user graphs and traced patterns share.
 
 Every rule keeps values exactly and depends only on the node, its arguments and its users' kinds, so a pattern and the
-part of a user graph that it describes come out alike. Views stay unmerged (a pattern may end between two of them;
+part of a user graph that it describes come out alike. A graph's views stay unmerged (a pattern may end between two;
 the matcher looks through chains), identities go away. ``aten.reshape`` stands for every change of shape since it is
 legal for any strides, which lets layout-only copies disappear. Metadata of whatever changed is evaluated again.
 """
@@ -12,9 +12,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._sympy.functions import FloorDiv
 
 from . import fxutil, mutation
 from .optable import CLONE, LAYOUT, REDUCTIONS, SLICE, STRIDE_SENSITIVE, VIEWS, aten, is_op, is_pure
@@ -35,6 +37,11 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
         return fn
 
     return register
+
+
+_ARITHMETIC: dict[Any, Any] = {
+    sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
+}  # fmt: skip
 
 
 class Context:
@@ -71,6 +78,8 @@ class Context:
         return out if out.count(-1) <= 1 else None
 
     def _symbol(self, expr: Any, node: Node) -> Node | int:
+        if (known := self._computed(expr)) is not None:
+            return known
         if expr not in self.symbols:
             for source in node.all_input_nodes:
                 value = source.meta.get("val")
@@ -78,6 +87,22 @@ class Context:
                     if isinstance(size, torch.SymInt) and size.node.expr == expr:
                         self.symbols[expr] = self.emit(torch.ops.aten.sym_size.int, (source, dim))
         return self.symbols.get(expr, -1)
+
+    def _computed(self, expr: Any) -> Node | int | None:
+        """A size from sizes that are there already, so that it does not depend on a tensor inside some match."""
+        if expr in self.symbols:
+            return self.symbols[expr]
+        if expr.is_Integer:
+            return int(expr)
+        python = _ARITHMETIC.get(expr.func)
+        parts = [self._computed(a) for a in expr.args] if python else []
+        if not parts or any(p is None for p in parts):
+            return None
+        out: Any = parts[0]
+        for part in parts[1:]:
+            out = self.emit(python, (out, part))
+        self.symbols[expr] = out
+        return out
 
     def note(self, node: Node) -> None:
         """Remember which node computes a symbolic size."""
@@ -106,6 +131,8 @@ def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
             if new is None:
                 break
             count += 1
+            if new is not node and reads_later(ctx, node, new):
+                new = ctx.emit(CLONE, (new,))
             if new is not node:
                 replace_node(ctx, node, new)
                 if new.op != "call_function" or new.target not in RULES:
@@ -117,6 +144,11 @@ def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
     gm.graph.lint()
     gm.recompile()
     return count
+
+
+def reads_later(ctx: Context, old: Node, new: Node) -> bool:
+    """Whether users of ``old``, a value of its own, would come to read written memory through ``new``."""
+    return old.target not in VIEWS and new.target is not CLONE and ctx.writes.is_written(new)
 
 
 def replace_node(ctx: Context, old: Node, new: Node) -> None:
