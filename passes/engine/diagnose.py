@@ -166,14 +166,13 @@ def _has_like(variant: Variant, at: Node) -> bool:
     return False
 
 
-def near_misses(patterns: Iterable[Pattern], sub: Subgraph, refused: Iterable[NearMiss]) -> list[NearMiss]:
+def near_misses(patterns: Iterable[Pattern], sub: Subgraph, rewriter: Rewriter, refused: Iterable[NearMiss]
+                ) -> list[NearMiss]:  # fmt: skip
     """What is left in a graph that looks like one of the patterns: per family and place the closest attempt.
 
     ``refused`` are complete matches that a guard or check turned down.
     """
-    rewriter = Rewriter(sub.gm)
-    values = (n.meta.get("val") for n in sub.gm.graph.nodes)
-    dtypes = frozenset(v.dtype for v in values if isinstance(v, torch.Tensor))
+    dtypes = frozenset(rewriter.dtypes)
     names = {n.name for n in sub.gm.graph.nodes}
     found: list[tuple[NearMiss, set[str]]] = [(m, {m.node}) for m in refused if m.node in names]
     for pattern in patterns:

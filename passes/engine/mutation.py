@@ -6,7 +6,7 @@ operators that write to a placeholder stand in the middle. Everything here is by
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from torch.fx import Graph, Node
@@ -38,6 +38,16 @@ class Writes:
         for node in graph.nodes:
             for owner in written_roots(node):
                 self.by_root.setdefault(owner, []).append(node)
+
+    def add(self, node: Node) -> None:
+        """Take note of a write that has been inserted."""
+        for owner in written_roots(node):
+            insort(self.by_root.setdefault(owner, []), node)
+
+    def drop(self, node: Node) -> None:
+        """Forget a write that is about to be erased."""
+        for owner in written_roots(node):
+            self.by_root[owner].remove(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the memory behind ``node`` is written anywhere in the graph."""

@@ -141,7 +141,6 @@ def normalise(gm: GraphModule, *, is_pattern: bool = False) -> int:
     count += merge_equal(ctx)
     gm.graph.eliminate_dead_code()
     refresh_nodes(ctx.graph, ctx.dirty, ctx.mode)
-    gm.graph.lint()
     gm.recompile()
     return count
 

@@ -5,6 +5,7 @@ One table, so that "is this a view?" has one answer in the whole engine.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -77,6 +78,7 @@ def is_op(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+@functools.cache
 def mutated_args(target: Any) -> tuple[str, ...]:
     """Names of the arguments that an operator writes to (empty for functional operators)."""
     if not is_op(target) or not target._schema.is_mutable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -65,7 +66,7 @@ class PatternPass:
         misses: list[NearMiss] = []
         patterns = tuple(p for p in self.patterns if p.available)
         for sub in subgraphs(gm):
-            rewriter = Rewriter(sub.gm)
+            rewriter, first = Rewriter(sub.gm), len(matches)
             refused: dict[tuple[str, Node], NearMiss] = {}
             for _ in range(self.rounds):
                 before = len(matches)
@@ -73,19 +74,20 @@ class PatternPass:
                     matches += self._all_matches(pattern, sub, rewriter, refused)
                 if len(matches) == before:
                     break
-            rewriter.finish()
+            if len(matches) > first:
+                rewriter.finish()
             if self.near_misses:
-                misses += diagnose.near_misses(patterns, sub, refused.values())
+                misses += diagnose.near_misses(patterns, sub, rewriter, refused.values())
         return PassResult(self.name, tuple(matches), tuple(misses), time.perf_counter() - start)
 
     def _all_matches(self, pattern: Pattern, sub: Subgraph, rewriter: Rewriter,
                      refused: dict[tuple[str, Node], NearMiss]) -> Iterator[MatchRecord]:  # fmt: skip
-        for variant in plausible_variants(pattern, sub.gm):
+        for variant in plausible_variants(pattern, sub.gm, rewriter.dtypes):
             matcher = Matcher(variant)
             for output, anchor in candidates(variant, sub.gm):
                 if anchor._erased:
                     continue
-                found = matcher.match(anchor, output, lambda s, v=variant: rewriter.objection(v, s))
+                found = matcher.match(anchor, output, partial(rewriter.objection, variant))
                 if found is None:
                     continue
                 match = rewriter.build(variant, matcher, found)
@@ -106,20 +108,13 @@ def record_of(match: Match, sub: Subgraph) -> MatchRecord:
     )  # fmt: skip
 
 
-def plausible_variants(pattern: Pattern, gm: GraphModule) -> Iterator[Variant]:
+def plausible_variants(pattern: Pattern, gm: GraphModule, dtypes: Collection[torch.dtype]) -> Iterator[Variant]:
     """Variants whose dtypes occur in the graph and whose operators all do."""
-    dtypes, ranks = set(), set()
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            dtypes.add(value.dtype)
-            ranks.add(value.dim())
     for chosen, rank in pattern.variants():
-        if not dtypes.issuperset(chosen.values()):
-            continue
-        variant = pattern.variant(chosen, rank)
-        if all(present(gm, n.target) for n in required_nodes(variant)):
-            yield variant
+        if all(d in dtypes for d in chosen.values()):
+            variant = pattern.variant(chosen, rank)
+            if all(present(gm, n.target) for n in required_nodes(variant)):
+                yield variant
 
 
 def present(gm: GraphModule, target: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from . import fxutil, mutation
 from .graphs import after, strip_views
@@ -31,6 +32,11 @@ def _inner(variant: Variant, s: Solution) -> set[Node]:
     return ({n for p, n in s.map.items() if p not in variant.inputs} | set(s.through)) - _outer(variant, s)
 
 
+def dtypes_of(node: Node) -> set[torch.dtype]:
+    """Dtypes of the tensors that a node computes."""
+    return {v.dtype for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+
+
 class Rewriter:
     """Applies matches to one graph; remembers traced replacements and which nodes need evaluating again."""
 
@@ -40,6 +46,7 @@ class Rewriter:
         self.writes = mutation.Writes(gm.graph)
         self.dirty: set[Node] = set()
         self.traced: dict[Any, GraphModule] = {}
+        self.dtypes: set[torch.dtype] = set().union(*map(dtypes_of, gm.graph.nodes))
 
     # -- from a raw solution to a checked match ----------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class Rewriter:
             return "an output is an input"
         if why := self._escapes(inner, outputs, variant):
             return why
-        if len(outputs) > 1 and self._feeds_itself(inner, wild):
+        if len(outputs) > 1 and self._feeds_itself(outputs, wild):
             return "an input depends on an output of the match"
         return None
 
@@ -91,12 +98,13 @@ class Rewriter:
                     return f"{what} is also used by {fxutil.describe(user)}, outside the match"
         return None
 
-    def _feeds_itself(self, inner: set[Node], wild: set[Node]) -> bool:
-        first = min(inner)
+    def _feeds_itself(self, outputs: set[Node], wild: set[Node]) -> bool:
+        # Nothing but an output leads out of a match, shared constants and the like aside, which any input may use.
+        first = min(outputs)
         todo, seen = list(wild), set(wild)
         while todo:
             for source in todo.pop().all_input_nodes:
-                if source in inner:
+                if source in outputs:
                     return True
                 if source not in seen and first < source:
                     seen.add(source)
@@ -180,7 +188,7 @@ class Rewriter:
 
     def _place(self, match: Match) -> tuple[list[Node], Node] | Reject:
         """Where the replacement goes: (nodes that have to move behind it, the node in front of which it goes)."""
-        inner = set(match.nodes)
+        inner = set(match.nodes) - self._kept(match)
         outputs = [n for n in match.outputs if n is not None]
         last_input = max(match.inputs.values(), default=outputs[0])
         last = max(outputs)
@@ -201,6 +209,14 @@ class Rewriter:
             if mutation.written_roots(node) or self.writes.inside(node, node, before):
                 return Reject(f"%{node.name} would have to move across a write", node)
         return moved, before
+
+    def _kept(self, match: Match) -> set[Node]:
+        """Matched nodes that stay since something outside uses them."""
+        inner, kept = set(match.nodes), set[Node]()
+        for node in reversed(match.nodes):
+            if node not in match.outputs and any(u not in inner or u in kept for u in node.users):
+                kept.add(node)
+        return kept
 
     def _dependents(self, early: list[Node], last: Node) -> list[Node]:
         out, todo = set(early), list(early)
@@ -250,6 +266,8 @@ class Rewriter:
                     copy.meta["dsv4_pattern"] = match.pattern.name
                     fxutil.set_val(copy, fxutil.evaluate(copy, self.mode))
                     explicit_args(copy)
+                    self.writes.add(copy)
+                    self.dtypes |= dtypes_of(copy)
                     new[node] = copy
         return new
 
@@ -274,8 +292,8 @@ class Rewriter:
         if stored:
             for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
                 if strip_views(node.args[1], (RESHAPE,)) is node.args[0] and not node.users:
+                    self.writes.drop(node)
                     self.graph.erase_node(node)
-            self.writes = mutation.Writes(self.graph)
 
     def erase(self, nodes: Iterable[Node]) -> None:
         """Drop those of the nodes that nothing uses any more."""
@@ -291,6 +309,5 @@ class Rewriter:
     def finish(self) -> None:
         """Evaluate again what saw a changed layout, drop dead nodes, check the graph."""
         refresh_nodes(self.graph, self.dirty, self.mode)
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
+        self.graph.eliminate_dead_code()  # checks the graph too
         self.gm.recompile()

@@ -23,20 +23,22 @@ def _shape(node: Any) -> tuple:
 @rule(RESHAPE, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
       aten.squeeze.dim, aten.squeeze.dims, aten._reshape_alias.default)  # fmt: skip
 def reshape(ctx: Context, node: Node) -> Node | None:
-    """Any change of shape -> ``reshape(x, sizes)`` with sizes written out; none -> x."""
+    """Any change of shape -> ``reshape(x, sizes)`` with sizes written out; none -> x.
+
+    Only in patterns, chains become one step and a reduction whose dims come back keeps them: in a graph a pattern may
+    end between the two (the matcher reads a graph's chains both ways).
+    """
     x = node.args[0]
-    while x.target is RESHAPE and (ctx.is_pattern or fxutil.same_shape(_shape(x.args[0]), _shape(node))):
-        x = x.args[0]  # a pattern's chains become one step, a graph's only where they come back to their start
+    while ctx.is_pattern and x.target is RESHAPE:
+        x = x.args[0]
     if fxutil.same_shape(_shape(x), _shape(node)):
         return x
-    if x is not node.args[0]:
-        node.args = (x, *node.args[1:])
-    if x.target in REDUCTIONS and not x.args[2]:
+    if ctx.is_pattern and x.target in REDUCTIONS and not x.args[2]:
         kept = [1 if d in x.args[1] else s for d, s in enumerate(_shape(x.args[0]))]
         if fxutil.same_shape(kept, _shape(node)):
             return ctx.become(node, x.target, (x.args[0], x.args[1], True), dict(x.kwargs))
     sizes = ctx.sizes(node)
-    if sizes is None or (node.target is RESHAPE and list(node.args[1]) == sizes):
+    if sizes is None or (node.target is RESHAPE and x is node.args[0] and list(node.args[1]) == sizes):
         return None
     return ctx.become(node, RESHAPE, (x, sizes))
 
@@ -53,10 +55,8 @@ def permute(ctx: Context, node: Node) -> Node | None:
     elif rank:
         a, b = node.args[1] % rank, node.args[2] % rank
         order[a], order[b] = order[b], order[a]
-    if x.target is PERMUTE:
-        both = [x.args[1][d] for d in order]
-        if ctx.is_pattern or both == list(range(rank)):
-            x, order = x.args[0], both
+    while ctx.is_pattern and x.target is PERMUTE:
+        x, order = x.args[0], [x.args[1][d] for d in order]
     if order == list(range(rank)):
         return x
     if node.target is PERMUTE and list(node.args[1]) == order and x is node.args[0]:
@@ -202,7 +202,7 @@ _FACTORIES = {
 def factory(ctx: Context, node: Node) -> Node | None:
     """Constant tensors -> ``full(sizes, value, dtype, device)``; no dependence on a tensor that only lent its dtype."""
     a, out = fxutil.bound_args(node), node.meta["val"]
-    value = _FACTORIES[node.target]
+    value: Any = _FACTORIES[node.target]
     if value is None:
         value = a["s"] if node.target is aten.scalar_tensor.default else a["fill_value"]
     sizes = list(a["size"]) if "size" in a else ctx.sizes(node)
@@ -223,7 +223,7 @@ def lifted(ctx: Context, node: Node) -> Node | None:
     const = node.args[0]
     if not isinstance(const, Node) or const.op != "get_attr" or node.meta["val"].dim():
         return None
-    value = getattr(ctx.gm, str(const.target), None)
+    value: Any = getattr(ctx.gm, str(const.target), None)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
     return ctx.become(node, FULL, ([], value.item()), {"dtype": value.dtype, "device": node.meta["val"].device})

@@ -20,7 +20,7 @@ def functional_graph(fn: Callable[..., Any], *example_inputs: Any, dynamic: bool
     """
     graphs: list[GraphModule] = []
 
-    def compiler(gm: GraphModule, args: list[Any]) -> Callable[..., Any]:
+    def compiler(gm: Any, example_inputs: Any) -> Callable[..., Any]:
         graphs.append(gm)
 
         def run(*flat: Any) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch.fx import Node
 
 from . import fxutil
-from .fxutil import describe, same_size
-from .optable import COMMUTATIVE, COPIES, EXPAND, FULL, PERMUTE, RESHAPE, SKIPPABLE, SLICE, op_name
+from .fxutil import describe, same_shape, same_size
+from .optable import COMMUTATIVE, COPIES, EXPAND, FULL, PERMUTE, REDUCTIONS, RESHAPE, SKIPPABLE, SLICE, op_name
 from .pattern import Variant
 
 _IGNORED_KWARGS = frozenset({"device", "pin_memory", "layout", "memory_format", "non_blocking"})
@@ -104,7 +104,7 @@ class Unifier:
         if p in self.v.inputs:
             yield lambda: self._bind_input(p, t)
             if isinstance(t, Node) and t.target in COPIES:
-                yield lambda: self._step_over(p, t)
+                yield lambda: self._step_over(p, [t])
             return
         if p.op == "get_attr":
             yield lambda: self._constant(p, t)
@@ -116,16 +116,19 @@ class Unifier:
         if t.target == p.target and t.op == p.op:
             tried = True
             if p.target is RESHAPE or p.target is PERMUTE:
-                for source in self._chain(t, p.target):
-                    yield lambda s=source: self._rearranged(p, t, s)
+                for chain in self._chain(t, p.target):
+                    yield lambda c=chain: self._rearranged(p, t, c)  # type: ignore[misc]
             elif p.target in COMMUTATIVE:
                 yield lambda: self._same_op(p, t, False)
                 yield lambda: self._same_op(p, t, True)
             else:
                 yield lambda: self._same_op(p, t, False)
         elif t.target in COPIES and t.args:
-            yield lambda: self._step_over(p, t)
+            yield lambda: self._step_over(p, [t])
             return
+        elif t.target is RESHAPE or t.target is PERMUTE:
+            for chain in self._chain(t, t.target):
+                yield lambda c=chain: self._unsaid(p, t, c)  # type: ignore[misc]
         if p.target in SKIPPABLE:
             yield lambda: self._nothing_here(p, t)
             source = p.args[0]
@@ -191,10 +194,12 @@ class Unifier:
             return None
         return [] if self._take(p, t) else None
 
-    def _step_over(self, p: Node, t: Node) -> list[Goal]:
-        self.through.append(t)
-        self.trail.append((self.through, None))
-        return [(p, t.args[0])]
+    def _step_over(self, p: Node, nodes: list[Node]) -> list[Goal]:
+        """Graph nodes that change nothing belong to the match and are passed over."""
+        for node in nodes:
+            self.through.append(node)
+            self.trail.append((self.through, None))
+        return [(p, nodes[-1].args[0])]
 
     def _constant(self, p: Node, t: Any) -> list[Goal] | None:
         if isinstance(t, Node) and t.op == "get_attr":
@@ -224,19 +229,29 @@ class Unifier:
 
     def _rearranged(self, p: Node, t: Node, chain: list[Node]) -> list[Goal] | None:
         """A reshape or permute of the pattern against a chain of them in the graph."""
-        if p.target is PERMUTE:
-            order = list(range(len(p.args[1])))
-            for node in reversed([n for n in chain if n.target is PERMUTE]):
-                order = [order[d] for d in node.args[1]]
-            if order != list(p.args[1]):
-                self._fail(f"permutation {list(p.args[1])} expected, here {order}", p, t)
-                return None
+        if p.target is PERMUTE and (order := _permutation(chain)) != list(p.args[1]):
+            self._fail(f"permutation {list(p.args[1])} expected, here {order}", p, t)
+            return None
         if not self._take(p, t):
             return None
-        for node in chain[1:]:
-            self.through.append(node)
-            self.trail.append((self.through, None))
-        return [(p.args[0], chain[-1].args[0])]
+        return self._step_over(p.args[0], chain)
+
+    def _unsaid(self, p: Node, t: Node, chain: list[Node]) -> list[Goal] | None:
+        """Layout steps of the graph that the pattern does not have: they undo each other, or bring back summed dims."""
+        source = chain[-1].args[0]
+        if t.target is PERMUTE:
+            order = _permutation(chain)
+            return self._step_over(p, chain) if order == sorted(order) else None
+        if same_shape(t.meta["val"].shape, source.meta["val"].shape):
+            return self._step_over(p, chain)
+        if p.target in REDUCTIONS and source.target == p.target and p.args[1:] == (source.args[1], True):
+            x = source.args[0].meta["val"].shape
+            kept = [1 if d in source.args[1] else s for d, s in enumerate(x)]
+            if not source.args[2] and p.kwargs == source.kwargs and same_shape(kept, t.meta["val"].shape):
+                if self._take(p, t):
+                    self._step_over(p, chain)
+                    return self._step_over(p.args[0], [source])
+        return None
 
     def _nothing_here(self, p: Node, t: Node) -> list[Goal] | None:
         """A layout operator of the pattern that is the identity for the sizes of the graph, so it is absent there."""
@@ -302,7 +317,7 @@ class Unifier:
         """A cheap look ahead, so that wrong orders of operands are dropped at once."""
         if p in self.v.inputs or p.op != "call_function" or p.target in SKIPPABLE:
             return True
-        if isinstance(t, Node) and (t.target == p.target or t.target in COPIES):
+        if isinstance(t, Node) and (t.target == p.target or t.target in COPIES or t.target in (RESHAPE, PERMUTE)):
             return True
         self._fail(f"expected {op_name(p.target)}, found {describe(t)}", p, t)
         return False
@@ -365,6 +380,15 @@ def _arguments(node: Node) -> list[Any]:
         start = fxutil.size_value(start) or 0
         return [x, dim, start + x.meta["val"].shape[dim] if isinstance(start, int) and start < 0 else start, step]
     return args
+
+
+def _permutation(chain: list[Node]) -> list[int]:
+    """The order that a chain of permutes amounts to; the node nearest to the result comes first."""
+    steps = [n.args[1] for n in chain if n.target is PERMUTE]
+    order = list(range(len(steps[0])))
+    for step in reversed(steps):
+        order = [order[d] for d in step]
+    return order
 
 
 def _uncopied(node: Node) -> Node:
