@@ -40,13 +40,22 @@ class Difference:
 
 
 def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy that owns its graphs, subgraphs included; parameters and buffers stay shared."""
-    copy = fx.GraphModule(graph, fx.Graph())
+    """A copy that owns its graphs, subgraphs included; parameters, buffers and constants stay shared."""
+    copied: dict[int, fx.GraphModule] = {}
+    return _copy(graph, copied)
+
+
+def _copy(graph: fx.GraphModule, copied: dict[int, fx.GraphModule]) -> fx.GraphModule:
+    if id(graph) in copied:
+        return copied[id(graph)]
+    copy = fx.GraphModule(graph, graph.graph)
+    copy.graph = fx.Graph()
     copy.graph.output(copy.graph.graph_copy(graph.graph, {}))
     copy.graph._codegen = graph.graph._codegen
-    for name, child in graph.named_children():
-        if isinstance(child, fx.GraphModule):
-            setattr(copy, name, copy_graph(child))
+    copied[id(graph)] = copy
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, str(node.target))
+        setattr(copy, str(node.target), _copy(value, copied) if isinstance(value, fx.GraphModule) else value)
     copy.recompile()
     return copy
 

@@ -13,10 +13,12 @@ from collections.abc import Collection
 
 import dscompile.ops  # noqa: F401 - registers what the patterns put into graphs
 from dscompile.passes import dialects
+from dscompile.passes.absorb import Absorb
 from dscompile.passes.engine import Normalise, Pass, Pattern, PatternPass, Pipeline
 
 #: Pass name -> families (files of a dialect's folder) whose patterns it applies, level by level.
 LEVELS: tuple[tuple[str, ...], ...] = (
+    ("positions",),
     ("quant", "norm", "rope", "sinkhorn"),
     ("mhc", "compressor", "router", "experts", "indexer", "store", "output", "engram"),
     ("attention",),
@@ -46,7 +48,7 @@ def _passes() -> tuple[Pass, ...]:
             steps += passes
             if patterns:
                 steps.append(PatternPass(family, patterns))
-    steps.append(Normalise("normalise_again"))
+    steps += [Absorb(), Normalise("normalise_again")]
     return tuple(steps)
 
 

@@ -28,6 +28,22 @@ def region_module(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     return getattr(gm, str(attribute.target))
 
 
+def region_operands(call: fx.Node) -> list[Any]:
+    """What a region call hands to the region's arguments, in order; a written view counts as its base."""
+    if call.target is HOP.invoke_subgraph:
+        return list(call.args[2:])
+    operands: list[Any] = []
+    while True:
+        position = len(operands)
+        if f"arg{position}" in call.kwargs:
+            operands.append(call.kwargs[f"arg{position}"])
+        elif f"_arg{position}_base_index" in call.kwargs:
+            index = call.kwargs[f"_arg{position}_base_index"]
+            operands.append(None if index is None else call.kwargs["_all_bases"][index])  # type: ignore[index]
+        else:
+            return operands
+
+
 def _is_region_call(node: fx.Node) -> bool:
     if node.target is HOP.invoke_subgraph:
         return True
