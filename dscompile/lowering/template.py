@@ -57,7 +57,7 @@ def cpu_templates() -> dict[str, tuple[CpuTemplate, ...]]:
 
 def choose(templates: Iterable[CpuTemplate], meta: Meta) -> Choice:
     """The first template that fits the arguments in `meta`, else the reasons why none does."""
-    refusals = []
+    refusals: list[str] = []
     for template in templates:
         refusal = template.applies(meta)
         if refusal is None:

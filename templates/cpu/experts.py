@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
-from dscompile.templates.cpu.native import DTYPE_CODE, plain
+from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 
 # Tokens an expert up to which reading its weights in place beats PyTorch's product.
@@ -22,17 +22,15 @@ _FEW = {torch.bfloat16: 64, torch.float16: 4, torch.float32: 4}
 _PLAIN_SUM, _WEIGHTED, _WEIGHTED_ROUNDED = 0, 1, 2
 
 
-def _fits(
-    x: Tensor, indices: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype
-) -> bool:
+def _fits(x: Tensor, indices: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, out_dtype: torch.dtype) -> bool:
     if x.dim() != 2 or indices.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         return False
     experts, double, dim = w13.shape
     return (
-        x.dtype in DTYPE_CODE
+        x.dtype in ELEMENT
         and w13.dtype == w2.dtype == x.dtype
-        and out_dtype in DTYPE_CODE
-        and weights.dtype in DTYPE_CODE
+        and out_dtype in (x.dtype, torch.float32)
+        and weights.dtype in ELEMENT
         and x.shape[1] == dim > 0
         and double % 2 == 0
         and w2.shape == (experts, dim, double // 2)
@@ -48,7 +46,7 @@ def experts(
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """`dsv4::experts`: x [N, D] -> [N, D] in out_dtype."""
-    sort = native.function("experts", "experts_sort", "pqqppp") if _fits(
+    sort = native.function("experts", "experts_sort", "pqqppp", x.dtype) if _fits(
         x, indices, weights, w13, w2, out_dtype
     ) else None  # fmt: skip
     tokens, k = indices.shape if indices.dim() == 2 else (0, 0)
@@ -59,9 +57,7 @@ def experts(
     if sort is None or sort(
         indices.data_ptr(), tokens * k, count, order.data_ptr(), offsets.data_ptr(), place.data_ptr()
     ):
-        reference: Tensor = OPS["experts"].reference(
-            x, indices, weights, w13, w2, limit, weight_before_down, out_dtype
-        )
+        reference: Tensor = OPS["experts"].reference(x, indices, weights, w13, w2, limit, weight_before_down, out_dtype)
         return reference
     if weight_before_down:
         mode = _PLAIN_SUM
@@ -76,20 +72,20 @@ def experts(
     if w2.stride(2) != 1:
         w2 = w2.contiguous()
     out = x.new_empty(x.shape, dtype=out_dtype)
-    types = DTYPE_CODE[x.dtype], DTYPE_CODE[out_dtype]
+    wide = int(out_dtype == torch.float32)
     dim, inner = x.shape[1], w2.shape[2]
     if tokens * k <= _FEW[x.dtype] * min(count, tokens * k):
-        few = native.function("experts", "experts_few", "iipqqqqqqpqqpqqppppfiipi")
+        few = native.function("experts", "experts_few", "pqqqqqqpqqpqqppppfiiipi", x.dtype)
         assert few is not None
         few(
-            *types, x.data_ptr(), x.stride(0), tokens, k, dim, inner, count, w13.data_ptr(), w13.stride(0),
+            x.data_ptr(), x.stride(0), tokens, k, dim, inner, count, w13.data_ptr(), w13.stride(0),
             w13.stride(1), w2.data_ptr(), w2.stride(0), w2.stride(1), order.data_ptr(), offsets.data_ptr(),
-            place.data_ptr(), weights.data_ptr(), clamp, int(weight_before_down), mode, out.data_ptr(),
+            place.data_ptr(), weights.data_ptr(), clamp, int(weight_before_down), mode, wide, out.data_ptr(),
             native.threads(),
         )  # fmt: skip
         return out
-    activate = native.function("experts", "experts_activate", "ipqqfipppi")
-    combine = native.function("experts", "experts_combine", "iipppqqqipi")
+    activate = native.function("experts", "experts_activate", "pqqfipppi", x.dtype)
+    combine = native.function("experts", "experts_combine", "pppqqqiipi", x.dtype)
     assert activate is not None and combine is not None
     ends = offsets.tolist()
     results = x.new_empty((ends[-1], dim))
@@ -102,12 +98,12 @@ def experts(
         rows = end - start
         torch.mm(x.index_select(0, token_of[start:end]), w13[expert].t(), out=both[:rows])
         activate(
-            types[0], both.data_ptr(), rows, inner, clamp, int(weight_before_down), weights.data_ptr(),
+            both.data_ptr(), rows, inner, clamp, int(weight_before_down), weights.data_ptr(),
             order[start:].data_ptr(), act.data_ptr(), native.threads(),
         )  # fmt: skip
         torch.mm(act[:rows], w2[expert].t(), out=results[start:end])
     combine(
-        *types, results.data_ptr(), place.data_ptr(), weights.data_ptr(), tokens, k, dim, mode, out.data_ptr(),
+        results.data_ptr(), place.data_ptr(), weights.data_ptr(), tokens, k, dim, mode, wide, out.data_ptr(),
         native.threads(),
     )  # fmt: skip
     return out

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
-from dscompile.templates.cpu.native import DTYPE_CODE, plain, pointer
+from dscompile.templates.cpu.native import ELEMENT, plain, pointer
 from dscompile.templates.cpu.record import CpuTemplate
 
 MAX_STREAMS = 8
 
 
 def _fits(streams: Tensor, rows: int, fn: Tensor, scale: Tensor, scales: int, base: Tensor) -> bool:
-    if streams.dim() < 2 or streams.dtype not in DTYPE_CODE or not 1 <= streams.shape[-2] <= MAX_STREAMS:
+    if streams.dim() < 2 or streams.dtype not in ELEMENT or not 1 <= streams.shape[-2] <= MAX_STREAMS:
         return False
     n, d = streams.shape[-2:]
     return d > 0 and fn.shape == (rows, n * d) and scale.numel() == scales and base.numel() == rows
@@ -47,7 +47,7 @@ def hc_pre(
         and (pre_in is None or pre_in.shape == streams.shape[:-1])
         and (norm_weight is None or norm_weight.shape == streams.shape[-1:])
     )
-    kernel = native.function("hc", "hc_mixes", "ipqqpqppppffifppppi", n=n) if fits else None
+    kernel = native.function("hc", "hc_mixes", "pqqpqppppffifppppi", streams.dtype, n=n) if fits else None
     if kernel is None:
         out: tuple[Tensor, Tensor, Tensor, Tensor] = OPS["hc_pre"].reference(
             streams, fn, scale, base, pre_in, norm_weight, mix_eps, hc_eps, iters, norm_eps, norm_first
@@ -64,7 +64,7 @@ def hc_pre(
     post = torch.empty_like(pre)
     comb = streams.new_empty((*lead, n, n), dtype=torch.float32)
     kernel(
-        DTYPE_CODE[streams.dtype], streams.data_ptr(), pre.numel() // n, d, fn.data_ptr(), fn.shape[0],
+        streams.data_ptr(), pre.numel() // n, d, fn.data_ptr(), fn.shape[0],
         scale.data_ptr(), base.data_ptr(), pointer(pre_in), pointer(norm_weight), mix_eps, hc_eps, iters, norm_eps,
         x.data_ptr(), pre.data_ptr(), post.data_ptr(), comb.data_ptr(), native.threads(),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def hc_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: f
     """`dsv4::hc_head`: streams [..., n, D] -> [..., D]."""
     n = streams.shape[-2] if streams.dim() >= 2 else 0
     fits = _fits(streams, n, fn, scale, 1, base)
-    kernel = native.function("hc", "hc_mixes", "ipqqpqppppffifppppi", n=n) if fits else None
+    kernel = native.function("hc", "hc_mixes", "pqqpqppppffifppppi", streams.dtype, n=n) if fits else None
     if kernel is None:
         out: Tensor = OPS["hc_head"].reference(streams, fn, scale, base, mix_eps, hc_eps)
         return out
@@ -85,7 +85,7 @@ def hc_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: f
     x = streams.new_empty((*streams.shape[:-2], d))
     pre = streams.new_empty(streams.shape[:-1], dtype=torch.float32)
     kernel(
-        DTYPE_CODE[streams.dtype], streams.data_ptr(), pre.numel() // n, d, fn.data_ptr(), n,
+        streams.data_ptr(), pre.numel() // n, d, fn.data_ptr(), n,
         scale.data_ptr(), base.data_ptr(), None, None, mix_eps, hc_eps, 0, 0.0,
         x.data_ptr(), pre.data_ptr(), None, None, native.threads(),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fp32: bool) 
     """`dsv4::hc_post`: y [..., D], streams [..., n, D], post [..., n], comb [..., n, n] -> [..., n, D]."""
     fits = (
         streams.dim() >= 2
-        and streams.dtype in DTYPE_CODE
+        and streams.dtype in ELEMENT
         and y.dtype == streams.dtype
         and 1 <= streams.shape[-2] <= MAX_STREAMS
         and y.shape == (*streams.shape[:-2], streams.shape[-1])
@@ -104,7 +104,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fp32: bool) 
         and comb.shape == (*streams.shape[:-1], streams.shape[-2])
     )
     n = streams.shape[-2] if fits else 0
-    kernel = native.function("hc", "hc_post", "ippppqqipi", n=n) if fits else None
+    kernel = native.function("hc", "hc_post", "ppppqqipi", streams.dtype, n=n) if fits else None
     if kernel is None:
         reference: Tensor = OPS["hc_post"].reference(y, streams, post, comb, fp32)
         return reference
@@ -112,7 +112,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fp32: bool) 
     post, comb = plain(post, torch.float32), plain(comb, torch.float32)
     out = torch.empty_like(streams)
     kernel(
-        DTYPE_CODE[streams.dtype], y.data_ptr(), streams.data_ptr(), post.data_ptr(), comb.data_ptr(),
+        y.data_ptr(), streams.data_ptr(), post.data_ptr(), comb.data_ptr(),
         post.numel() // n, streams.shape[-1], int(fp32), out.data_ptr(), native.threads(),
     )  # fmt: skip
     return out
@@ -121,8 +121,8 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fp32: bool) 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """`dsv4::sinkhorn`: logits [..., n, n] -> fp32 [..., n, n]."""
     n = logits.shape[-1] if logits.dim() >= 2 else 0
-    fits = 1 <= n <= MAX_STREAMS and logits.shape[-2] == n and logits.dtype in DTYPE_CODE and iters > 0
-    kernel = native.function("hc", "hc_sinkhorn", "pqifpi", n=n) if fits else None
+    fits = 1 <= n <= MAX_STREAMS and logits.shape[-2] == n and logits.dtype in ELEMENT and iters > 0
+    kernel = native.function("hc", "hc_sinkhorn", "pqifpi", torch.float32, n=n) if fits else None
     if kernel is None:
         reference: Tensor = OPS["sinkhorn"].reference(logits, iters, eps)
         return reference

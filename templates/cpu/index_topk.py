@@ -17,7 +17,7 @@ from dscompile.formats import FORMATS
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
 from dscompile.templates.cpu.layout import PLAIN, format_pointer, known, row_bytes
-from dscompile.templates.cpu.native import DTYPE_CODE, plain
+from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 from dscompile.templates.cpu.rows import unpack_rows
 
@@ -26,12 +26,12 @@ _MAX = 1 << 31
 
 
 def _fits(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, top_k: int, key_format: str) -> bool:
-    if q.dim() != 4 or keys.dim() != 3 or q.dtype not in DTYPE_CODE or q.shape[3] == 0 or top_k <= 0:
+    if q.dim() != 4 or keys.dim() != 3 or q.dtype not in ELEMENT or q.shape[3] == 0 or top_k <= 0:
         return False
     dim = q.shape[3]
     if not known(key_format, dim) or keys.shape[0] != q.shape[0] or not 0 < keys.shape[1] < _MAX:
         return False
-    if keys.dtype not in (DTYPE_CODE if key_format == PLAIN else (torch.uint8,)):
+    if keys.dtype not in (ELEMENT if key_format == PLAIN else (torch.uint8,)):
         return False
     width = keys.shape[2] * keys.element_size()
     return (
@@ -54,7 +54,7 @@ def _run(
     key_format: str, ascending: bool, candidate_blocks: int, block_size: int, candidates: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """Run the kernel, which also marks `candidates` if given; None without a compiler."""
-    kernel = native.function("index_topk", "index_topk", "ipii")
+    kernel = native.function("index_topk", "index_topk", "pii", q.dtype)
     if kernel is None:
         return None
     batch, tokens, heads, dim = q.shape
@@ -82,7 +82,7 @@ def _run(
         0 if allowed is None else allowed.data_ptr(), out.data_ptr(),
         0 if candidates is None else candidates.data_ptr(), scale,
     )  # fmt: skip
-    kernel(DTYPE_CODE[q.dtype], problem, int(tiles), native.threads())
+    kernel(problem, int(tiles), native.threads())
     return out
 
 

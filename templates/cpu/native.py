@@ -39,7 +39,8 @@ FLAGS = (
     "-ffp-contract=off",
 )
 
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""The dtypes that kernels are generated for, by their name in C++."""
 
 _lock = threading.RLock()
 _loaded: dict[tuple[str, tuple[tuple[str, Any], ...]], ctypes.CDLL | None] = {}
@@ -148,16 +149,16 @@ _C_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": c
 _functions: dict[tuple[Any, ...], Kernel | None] = {}
 
 
-def function(source: str, name: str, signature: str, **values: Any) -> Kernel | None:
-    """The C function `name` of `cxx/<source>.cpp.jinja`; None where nothing can be compiled.
+def function(source: str, name: str, signature: str, dtype: torch.dtype, **values: Any) -> Kernel | None:
+    """The C function `name` of `cxx/<source>.cpp.jinja` for elements of `dtype`; None where nothing can be compiled.
 
     signature: one letter an argument: p = data pointer, bytes or None, q = int64, i = int, f = float.
     """
-    key = (source, name, *values.values())
+    key = (source, name, dtype, *values.values())
     try:
         return _functions[key]
     except KeyError:
-        library = load(source, **values)
+        library = load(source, type=ELEMENT[dtype], **values)
         found: Any = None
         if library is not None:
             found = getattr(library, name)

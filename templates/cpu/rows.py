@@ -12,17 +12,17 @@ from torch import Tensor
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
 from dscompile.templates.cpu.layout import PLAIN, format_pointer, known, row_bytes
-from dscompile.templates.cpu.native import DTYPE_CODE, plain, pointer
+from dscompile.templates.cpu.native import ELEMENT, plain, pointer
 from dscompile.templates.cpu.record import CpuTemplate
 
 
 def _packable(x: Tensor, format: str) -> bool:
-    return x.dim() > 0 and x.dtype in DTYPE_CODE and format != PLAIN and known(format, x.shape[-1])
+    return x.dim() > 0 and x.dtype in ELEMENT and format != PLAIN and known(format, x.shape[-1])
 
 
 def quant_pack(x: Tensor, format: str) -> Tensor:
     """`dsv4::quant_pack`: x [..., D] -> rows uint8 [..., row bytes]."""
-    kernel = native.function("rows", "rows_pack", "ippqqpi") if _packable(x, format) else None
+    kernel = native.function("rows", "rows_pack", "ppqqpi", x.dtype) if _packable(x, format) else None
     if kernel is None:
         reference: Tensor = OPS["quant_pack"].reference(x, format)
         return reference
@@ -30,13 +30,13 @@ def quant_pack(x: Tensor, format: str) -> Tensor:
     out = x.new_empty((*x.shape[:-1], row_bytes(format, dim, x.dtype)), dtype=torch.uint8)
     count = x.numel() // dim
     pointer_ = format_pointer(format, dim, x.dtype)
-    kernel(DTYPE_CODE[x.dtype], pointer_, x.data_ptr(), count, dim, out.data_ptr(), native.threads())
+    kernel(pointer_, x.data_ptr(), count, dim, out.data_ptr(), native.threads())
     return out
 
 
 def fake_quant(x: Tensor, format: str) -> Tensor:
     """`dsv4::fake_quant`: x [..., D] -> [..., D] in x.dtype."""
-    kernel = native.function("rows", "rows_fake", "ippqqpi") if _packable(x, format) else None
+    kernel = native.function("rows", "rows_fake", "ppqqpi", x.dtype) if _packable(x, format) else None
     if kernel is None:
         reference: Tensor = OPS["fake_quant"].reference(x, format)
         return reference
@@ -44,7 +44,7 @@ def fake_quant(x: Tensor, format: str) -> Tensor:
     out = torch.empty_like(x)
     count = x.numel() // dim
     pointer_ = format_pointer(format, dim, x.dtype)
-    kernel(DTYPE_CODE[x.dtype], pointer_, x.data_ptr(), count, dim, out.data_ptr(), native.threads())
+    kernel(pointer_, x.data_ptr(), count, dim, out.data_ptr(), native.threads())
     return out
 
 
@@ -53,13 +53,13 @@ def unpack_rows(rows: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tens
     fits = (
         rows.dim() > 0
         and rows.dtype == torch.uint8
-        and dtype in DTYPE_CODE
+        and dtype in ELEMENT
         and format != PLAIN
         and dim > 0
         and known(format, dim)
         and rows.shape[-1] == row_bytes(format, dim, dtype)
     )
-    kernel = native.function("rows", "rows_unpack", "ippqqqpi") if fits else None
+    kernel = native.function("rows", "rows_unpack", "ppqqqpi", dtype) if fits else None
     if kernel is None:
         return None
     # Rows with a gap between them (a slice of a pool) are read where they lie.
@@ -68,7 +68,7 @@ def unpack_rows(rows: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tens
     stride = rows.stride(0) if rows.dim() == 2 else rows.shape[-1]
     out = rows.new_empty((*rows.shape[:-1], dim), dtype=dtype)
     kernel(
-        DTYPE_CODE[dtype], format_pointer(format, dim, dtype), rows.data_ptr(), stride, rows.numel() // rows.shape[-1],
+        format_pointer(format, dim, dtype), rows.data_ptr(), stride, rows.numel() // rows.shape[-1],
         dim, out.data_ptr(), native.threads(),
     )  # fmt: skip
     return out
@@ -95,9 +95,12 @@ def _storable(pool: Tensor, rows: Tensor, slots: Tensor) -> bool:
     )
 
 
-def _write(pool: Tensor, rows: Tensor, slots: Tensor) -> bool:
-    """Put contiguous rows into their slots; False, with nothing written, if a slot is out of range."""
-    kernel = native.function("rows", "rows_store", "pqpqpqq")
+def _write(pool: Tensor, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> bool:
+    """Put contiguous rows into their slots; False, with nothing written, if a slot is out of range.
+
+    Bytes are copied; dtype only says whose library does it, so that no other one has to be compiled.
+    """
+    kernel = native.function("rows", "rows_store", "pqpqpqq", dtype)
     if kernel is None:
         return False
     size = rows.element_size()
@@ -111,7 +114,8 @@ def _write(pool: Tensor, rows: Tensor, slots: Tensor) -> bool:
 
 def store_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
     """`dsv4::store_rows`: pool[slots[i]] = rows[i], -1 skipped."""
-    if not (_storable(pool, rows, slots) and _write(pool, rows.contiguous(), slots)):
+    dtype = pool.dtype if pool.dtype in ELEMENT else torch.bfloat16
+    if not (_storable(pool, rows, slots) and _write(pool, rows.contiguous(), slots, dtype)):
         OPS["store_rows"].reference(pool, rows, slots)  # also raises what there is to say about a bad slot
 
 
@@ -128,7 +132,7 @@ def norm_rope_store(
     """`dsv4::norm_rope_store`: x [N, D] normalised, rotated, packed into rows, written to pool; returns the rows."""
     fits = (
         x.dim() == 2
-        and x.dtype in DTYPE_CODE
+        and x.dtype in ELEMENT
         and x.shape[1] > 0
         and known(format, x.shape[1])
         and cos.dim() == 2
@@ -140,7 +144,7 @@ def norm_rope_store(
         and pool.shape[1] * pool.element_size() == row_bytes(format, x.shape[1], x.dtype)
         and pool.dtype == (x.dtype if format == PLAIN else torch.uint8)
     )
-    kernel = native.function("rows", "rows_make", "ippqqqpfppqpi") if fits else None
+    kernel = native.function("rows", "rows_make", "ppqqqpfppqpi", x.dtype) if fits else None
     if kernel is None:
         reference: Tensor = OPS["norm_rope_store"].reference(pool, x, weight, cos, sin, slots, eps, format)
         return reference
@@ -151,10 +155,11 @@ def norm_rope_store(
     cos, sin = plain(cos, torch.float32), plain(sin, torch.float32)
     rows = pool.new_empty((count, pool.shape[1]))
     kernel(
-        DTYPE_CODE[x.dtype], format_pointer(format, dim, x.dtype), x.data_ptr(), x.stride(0), count, dim,
+        format_pointer(format, dim, x.dtype), x.data_ptr(), x.stride(0), count, dim,
         pointer(weight), eps, cos.data_ptr(), sin.data_ptr(), cos.shape[1], rows.data_ptr(), native.threads(),
     )  # fmt: skip
-    store_rows(pool, rows, slots)
+    if not (_storable(pool, rows, slots) and _write(pool, rows, slots, x.dtype)):
+        OPS["store_rows"].reference(pool, rows, slots)
     return rows
 
 

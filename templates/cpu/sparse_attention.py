@@ -16,7 +16,7 @@ from torch import Tensor
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
 from dscompile.templates.cpu.layout import PLAIN, format_pointer, known, row_bytes
-from dscompile.templates.cpu.native import DTYPE_CODE, plain
+from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 from dscompile.templates.cpu.rows import unpack_rows
 
@@ -38,7 +38,7 @@ def _fits(
     comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     rope_q: bool, window_format: str, comp_format: str,
 ) -> bool:  # fmt: skip
-    if q.dim() != 4 or q.dtype not in DTYPE_CODE or q.shape[3] == 0 or not 0 < window < 1 << 62:
+    if q.dim() != 4 or q.dtype not in ELEMENT or q.shape[3] == 0 or not 0 < window < 1 << 62:
         return False
     queries = q.shape[:2]
     if q_pos.shape != queries or window_start.shape != queries[:1] or not _rows_fit(window_kv, window_format, q):
@@ -79,7 +79,7 @@ def sparse_attention(
     """`dsv4::sparse_attention`: q [B, T, H, D] -> [B, T, H, D]."""
     fits = _fits(q, window_kv, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, cos, sin, rope_q,
                  window_format, comp_format)  # fmt: skip
-    kernel = native.function("sparse_attention", "sparse_attention", "ipii") if fits else None
+    kernel = native.function("sparse_attention", "sparse_attention", "pii", q.dtype) if fits else None
     out: Tensor | None = None
     if kernel is not None:
         out = _launch(kernel, q, window_kv, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, scale,
@@ -134,7 +134,7 @@ def _launch(
         q_pos.data_ptr(), window_start.data_ptr(), idx_data, vis_data, 0 if sink is None else sink.data_ptr(),
         cos_data, sin_data, out.data_ptr(), scale,
     )  # fmt: skip
-    return None if kernel(DTYPE_CODE[q.dtype], problem, layouts, native.threads()) else out
+    return None if kernel(problem, layouts, native.threads()) else out
 
 
 TEMPLATES: tuple[CpuTemplate, ...] = (
