@@ -4,6 +4,8 @@ An "inline" template is traced on the node's own fake values and its ATen nodes 
 fuses them with their neighbours. An "opaque" one becomes a call of the custom op `dsv4_cpu::<template>`, which has the
 schema, the mutations and the fake kernel of the op that it replaces. Where no template fits, the op's reference is
 inlined if it can be traced without looking at data, else the op stays and runs its reference as a call.
+
+ATen ops that have a template (the product of a few rows with a weight) are replaced where it fits and stay otherwise.
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ CPU_NAMESPACE = "dsv4_cpu"
 _FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 _KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 
+_ATEN = {"aten::mm": torch.ops.aten.mm.default}
+_ATEN_FAKES: dict[str, Callable[..., Any]] = {"aten::mm": lambda x, y: x.new_empty((x.shape[0], y.shape[1]))}
+
 _LIBRARY = torch.library.Library(CPU_NAMESPACE, "DEF")
 _registered: set[str] = set()
 
 
 def opaque_op(template: CpuTemplate) -> torch._ops.OpOverload:
-    """The custom op of an opaque template of a `dsv4::` op, registered at the first question."""
+    """The custom op of an opaque template, registered at the first question."""
     if template.name not in _registered:
-        spec = OPS[template.op.removeprefix(f"{NAMESPACE}::")]
-        schema = template.name + spec.schema[spec.schema.index("(") :]
+        if template.op in _ATEN:
+            aten, fake = _ATEN[template.op], _ATEN_FAKES[template.op]
+            schema = template.name + str(aten._schema)[str(aten._schema).index("(") :]
+        else:
+            spec = OPS[template.op.removeprefix(f"{NAMESPACE}::")]
+            schema, fake = template.name + spec.schema[spec.schema.index("(") :], spec.fake
         # The kernels take any strides, so Inductor may keep whatever layout it has.
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         _LIBRARY.impl(template.name, template.fn, "CompositeExplicitAutograd")
-        compat.register_fake(_LIBRARY, f"{CPU_NAMESPACE}::{template.name}", spec.fake)
+        compat.register_fake(_LIBRARY, f"{CPU_NAMESPACE}::{template.name}", fake)
         _registered.add(template.name)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, CPU_NAMESPACE), template.name).default
     return op
@@ -91,6 +100,8 @@ def _op_of(node: fx.Node) -> tuple[str, bool] | None:
 
 
 def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
+    if node.target in _ATEN.values():
+        return _lower_aten(node)
     found = _op_of(node)
     if found is None:
         return None
@@ -106,6 +117,21 @@ def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
     if wrapped or OPS[name].op._schema.is_mutable:
         return LoweringRecord(op, "reference (called)", node.name, choice.reason)
     return _inline_or_call(gm, node, op, choice)
+
+
+def _lower_aten(node: fx.Node) -> LoweringRecord | None:
+    """Replace an ATen op by its template if that fits; None, and no record, if it stays as it is."""
+    op = next(name for name, target in _ATEN.items() if target is node.target)
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    meta = {a.name: _value(v) for a, v in zip(arguments, node.args, strict=False)} | _value(dict(node.kwargs))
+    if any(value is None for value in meta.values()):
+        return None
+    choice = choose(cpu_templates().get(op, ()), meta)
+    if choice.template is None:
+        return None
+    record = LoweringRecord(op, choice.template.name, node.name, choice.reason)
+    node.target = opaque_op(choice.template)
+    return record
 
 
 def _inline_or_call(gm: fx.GraphModule, node: fx.Node, op: str, choice: Choice) -> LoweringRecord:

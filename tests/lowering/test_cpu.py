@@ -132,6 +132,23 @@ def test_choice_names_every_refusal() -> None:
     assert second.template is not None and second.template.name == "b" and "a: too wide" in second.reason
 
 
+def test_products_of_few_rows_are_replaced_where_that_is_faster() -> None:
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, w.t())
+
+    weight = torch.randn(24, 64).bfloat16()
+    for rows, dtype, replaced in ((1, torch.bfloat16, True), (64, torch.bfloat16, True), (65, torch.bfloat16, False),
+                                  (1, torch.float32, False)):  # fmt: skip
+        x, w = torch.randn(rows, 64).to(dtype), weight.to(dtype)
+        gm = traced(product, x, w)
+        records = lower_graph(gm)
+        assert [r.template for r in records] == (["mm"] if replaced else [])
+        assert ("dsv4_cpu.mm.default" in called(gm)) == replaced
+        torch.testing.assert_close(gm(x, w).float(), x.float() @ w.float().t(), rtol=2e-2, atol=6e-2)
+    gm = traced(torch.mm, torch.randn(2, 64).bfloat16(), torch.randn(64, 24).bfloat16())
+    assert lower_graph(gm) == []  # the second factor is no transposed weight
+
+
 def test_mutating_ops_inside_functionalisation_are_retargeted() -> None:
     pool, rows, slots = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(2, 8, dtype=torch.uint8), torch.tensor([2, -1])
     seen: dict[str, list[str]] = {}
