@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dscompile.formats import FORMATS
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
+from dscompile.models.deepseek_v41.grouped import grouped_mm
 from dscompile.models.deepseek_v41.linear import Linear, frozen
 
 EXPERT_FORMAT = FORMATS["fp4_g32_ue8m0"]
@@ -42,9 +43,9 @@ def run_experts(x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Te
     top_k = experts.shape[1]
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(w13.shape[0], device=x.device), right=True, out_int32=True)
-    gate, up = F.grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends).chunk(2, -1)
+    gate, up = grouped_mm(x[order // top_k], w13.transpose(1, 2), ends).chunk(2, -1)
     hidden = swiglu(gate, up, limit) * weights.flatten()[order].unsqueeze(-1)
-    down = F.grouped_mm(hidden.to(x.dtype), w2.transpose(1, 2), offs=ends)
+    down = grouped_mm(hidden.to(x.dtype), w2.transpose(1, 2), ends)
     return down[order.argsort()].float().unflatten(0, (-1, top_k)).sum(1)
 
 

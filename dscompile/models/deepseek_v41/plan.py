@@ -54,7 +54,8 @@ def plan_groups(positions: Tensor, ratio: int, capacity: int) -> GroupPlan:
     """Clean positions [B, T] -> the plan of groups of `ratio` tokens (pool of B * capacity + 1 rows)."""
     batch, length = positions.shape
     first, last = positions[:, :1], positions.amax(1, keepdim=True)
-    group = first // ratio + torch.arange((length + ratio - 1) // ratio, device=positions.device)
+    count = (length + ratio - 2) // ratio + 1  # one to spare: more than one for any chunk, so that no graph is special
+    group = first // ratio + torch.arange(count, device=positions.device)
     start = group * ratio
     places = (start - first + ratio - 1).unsqueeze(-1) + torch.arange(ratio, device=positions.device)
     complete = (group >= 0) & (group < capacity) & (start + ratio <= last + 1)
