@@ -215,7 +215,10 @@ class Unifier:
 
     @staticmethod
     def _chain(t: Node, kind: Any) -> list[list[Node]]:
-        """Ways to read a chain of equal layout operators as one: the nodes it consists of, short chains first."""
+        """Ways to read a chain of equal layout operators as one: the nodes it consists of, short chains first.
+
+        Permutes that undo each other do not interrupt a chain of reshapes.
+        """
         out, nodes = [], [t]
         while True:
             out.append(list(nodes))
@@ -223,6 +226,9 @@ class Unifier:
             while isinstance(source, Node) and source.target in COPIES and source.args:
                 nodes.append(source)
                 source = source.args[0]
+            if kind is RESHAPE and isinstance(source, Node) and (undone := _undone_permutes(source)):
+                nodes += undone
+                source = undone[-1].args[0]
             if not isinstance(source, Node) or source.target != kind:
                 return out
             nodes.append(source)
@@ -389,6 +395,19 @@ def _permutation(chain: list[Node]) -> list[int]:
     for step in reversed(steps):
         order = [order[d] for d in step]
     return order
+
+
+def _undone_permutes(node: Node) -> list[Node]:
+    """The permutes from ``node`` upwards that together change nothing; empty if they do not come to that."""
+    run: list[Node] = []
+    while node.target is PERMUTE or (run and node.target in COPIES and node.args):
+        run.append(node)
+        if node.target is PERMUTE and (order := _permutation(run)) == sorted(order):
+            return run
+        if not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+    return []
 
 
 def _uncopied(node: Node) -> Node:
