@@ -1,15 +1,19 @@
 """DeepSeek-V4.1 in plain PyTorch, written for reading and for capture. Start at `model.py`."""
 
 from dscompile.models.deepseek_v41.cache import CachePart, CacheReport, DeepseekV41Cache
+from dscompile.models.deepseek_v41.checkpoint import CheckpointError
 from dscompile.models.deepseek_v41.checks import check_positions
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
+from dscompile.models.deepseek_v41.generate import generate
 from dscompile.models.deepseek_v41.model import DeepseekV41ForCausalLM
 
 __all__ = [
     "CachePart",
     "CacheReport",
+    "CheckpointError",
     "DeepseekV41Cache",
     "DeepseekV41Config",
     "DeepseekV41ForCausalLM",
     "check_positions",
+    "generate",
 ]
