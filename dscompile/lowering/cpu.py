@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from dscompile import compat
 from dscompile.lowering.template import Choice, CpuTemplate, LoweringRecord, choose, cpu_templates
 from dscompile.ops import NAMESPACE, OPS
+from dscompile.templates.cpu.memory import keep_freed_blocks
 
 CPU_NAMESPACE = "dsv4_cpu"
 _FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
@@ -53,12 +54,15 @@ def opaque_op(template: CpuTemplate) -> torch._ops.OpOverload:
     return op
 
 
-def lower_graph(gm: fx.GraphModule) -> list[LoweringRecord]:
+def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[LoweringRecord]:
     """Replace every `dsv4::` op of `gm`, and of the graphs of its layer regions, by a CPU template; changes `gm`.
 
     gm: a functional ATen graph whose nodes carry fake values in `meta["val"]`; ops that change an argument may appear
-    as they are or inside `auto_functionalized`. Returns one record per op, in the order of the graph.
+    as they are or inside `auto_functionalized`. keep_memory: also tell the C library, for the whole process, to keep
+    large freed blocks, see `templates.cpu.memory`. Returns one record per op, in the order of the graph.
     """
+    if keep_memory:
+        keep_freed_blocks()
     records = []
     for graph_module in _graph_modules(gm):
         changed = False
