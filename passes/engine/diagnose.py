@@ -166,26 +166,27 @@ def _has_like(variant: Variant, at: Node) -> bool:
     return False
 
 
-def near_misses(patterns: Iterable[Pattern], sub: Subgraph, rewriter: Rewriter, refused: Iterable[NearMiss]
-                ) -> list[NearMiss]:  # fmt: skip
+def near_misses(
+    patterns: Iterable[Pattern], sub: Subgraph, rewriter: Rewriter, refused: Iterable[tuple[NearMiss, Match]]
+) -> list[NearMiss]:
     """What is left in a graph that looks like one of the patterns: per family and place the closest attempt.
 
     ``refused`` are complete matches that a guard or check turned down.
     """
     dtypes = frozenset(rewriter.dtypes)
-    names = {n.name for n in sub.gm.graph.nodes}
-    found: list[tuple[NearMiss, set[str]]] = [(m, {m.node}) for m in refused if m.node in names]
+    places = [(miss, {n.name for n in match.nodes}) for miss, match in refused if not match.anchor._erased]
     for pattern in patterns:
         for node in _key_nodes(pattern, sub):
             attempt = best_attempt(pattern, node, rewriter, dtypes)
             if attempt is None or attempt.share < pattern.share or attempt.reason == "matches":
                 continue
             miss = _miss(pattern, sub, attempt.node, node, attempt.reason, attempt.share)
-            found.append((miss, {t.name for p, t in attempt.comparison.seen.items() if p in attempt.comparison.agreed}))
+            seen = attempt.comparison.seen.items()
+            places.append((miss, {node.name, *(t.name for p, t in seen if p in attempt.comparison.agreed)}))
     out: list[NearMiss] = []
     taken: dict[str, set[str]] = {}
-    for miss, nodes in sorted(found, key=lambda f: -f[0].share):
-        if not nodes & taken.setdefault(miss.family, set()):
+    for miss, nodes in sorted(places, key=lambda f: -f[0].share):
+        if miss.node not in taken.setdefault(miss.family, set()):
             out.append(miss)
             taken[miss.family] |= nodes
     return out

@@ -61,6 +61,8 @@ class Context:
 
     def become(self, node: Node, target: Any, args: tuple, kwargs: dict | None = None) -> Node:
         """Turn ``node`` into another spelling of the same value: name, position and metadata stay."""
+        if any(n in self.dirty for n in node.all_input_nodes):
+            self.dirty.add(node)
         node.target = target
         node.args = args
         node.kwargs = kwargs or {}
@@ -71,11 +73,13 @@ class Context:
 
         A size that nothing computes becomes -1; None if there are two of these.
         """
-        out: list[Any] = []
-        for size in node.meta["val"].shape:
-            symbolic = isinstance(size, torch.SymInt) and not size.node.is_constant()
-            out.append(self._symbol(size.node.expr, node) if symbolic else int(size))
+        out = [self.size(size, node) for size in node.meta["val"].shape]
         return out if out.count(-1) <= 1 else None
+
+    def size(self, size: Any, node: Node) -> Node | int:
+        """A size as an argument of ``node``: an int or a node, -1 if nothing computes it."""
+        symbolic = isinstance(size, torch.SymInt) and not size.node.is_constant()
+        return self._symbol(size.node.expr, node) if symbolic else int(size)
 
     def _symbol(self, expr: Any, node: Node) -> Node | int:
         if (known := self._computed(expr)) is not None:

@@ -57,7 +57,7 @@ class PatternPass:
 
     name: str
     patterns: tuple[Pattern, ...]
-    rounds: int = 1
+    rounds: int = 10
     near_misses: bool = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -67,13 +67,12 @@ class PatternPass:
         patterns = tuple(p for p in self.patterns if p.available)
         for sub in subgraphs(gm):
             rewriter, first = Rewriter(sub.gm), len(matches)
-            refused: dict[tuple[str, Node], NearMiss] = {}
-            for _ in range(self.rounds):
-                before = len(matches)
-                for pattern in patterns:
+            refused: dict[tuple[str, Node], tuple[NearMiss, Match]] = {}
+            seen: dict[Pattern, int] = {}
+            for pattern in patterns * self.rounds:
+                if seen.get(pattern) != len(matches):  # something else has changed the graph since its last turn
                     matches += self._all_matches(pattern, sub, rewriter, refused)
-                if len(matches) == before:
-                    break
+                    seen[pattern] = len(matches)
             if len(matches) > first:
                 rewriter.finish()
             if self.near_misses:
@@ -81,7 +80,7 @@ class PatternPass:
         return PassResult(self.name, tuple(matches), tuple(misses), time.perf_counter() - start)
 
     def _all_matches(self, pattern: Pattern, sub: Subgraph, rewriter: Rewriter,
-                     refused: dict[tuple[str, Node], NearMiss]) -> Iterator[MatchRecord]:  # fmt: skip
+                     refused: dict[tuple[str, Node], tuple[NearMiss, Match]]) -> Iterator[MatchRecord]:  # fmt: skip
         for variant in plausible_variants(pattern, sub.gm, rewriter.dtypes):
             matcher = Matcher(variant)
             for output, anchor in candidates(variant, sub.gm):
@@ -97,7 +96,7 @@ class PatternPass:
                     yield record
                 else:
                     rewriter.discard(match)
-                    refused[pattern.name, anchor] = diagnose.refusal(match, why, sub)
+                    refused[pattern.name, anchor] = diagnose.refusal(match, why, sub), match
 
 
 def record_of(match: Match, sub: Subgraph) -> MatchRecord:

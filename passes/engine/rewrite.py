@@ -156,7 +156,7 @@ class Rewriter:
         key = (
             id(variant),
             *((n, str([*v.shape]), str(v.stride()), v.dtype, v.device) for n, v in tensors.items()),
-            *match.scalars.items(),
+            *((k, str(v) if isinstance(v, torch.SymInt) else v) for k, v in match.scalars.items()),
             *((k, str(v)) for k, v in match.dims.items() if needs_dims),
         )
         if key not in self.traced:

@@ -88,15 +88,28 @@ def slice_(ctx: Context, node: Node) -> Node | None:
     size, length = _shape(x)[dim], _shape(node)[dim]
     if step == 1 and fxutil.same_size(size, length):
         return x
-    start = 0 if start is None else start
     if not isinstance(size, int) or isinstance(start, Node) or isinstance(end, Node):
-        return None if node.args[2] is not None else ctx.become(node, SLICE, (x, dim, start, end, step))
+        bounds = _symbolic_bounds(ctx, node, (start, end, step), size, length)
+        return None if bounds == (start, end) else ctx.become(node, SLICE, (x, dim, *bounds, step))
+    start = 0 if start is None else start
     end = size if end is None else end
     start = min(max(start + size if start < 0 else start, 0), size)
     end = min(max(end + size if end < 0 else end, start), size)
     if (start, end) == (node.args[2], node.args[3]):
         return None
     return ctx.become(node, SLICE, (x, dim, start, end, step))
+
+
+def _symbolic_bounds(ctx: Context, node: Node, bounds: tuple, size: Any, length: Any) -> tuple[Any, Any]:
+    """Start and end of a slice of symbolic size: an end that is left out or counts from the back becomes a node."""
+    start, end, step = bounds
+    start = 0 if start is None else start
+    if isinstance(start, Node) or isinstance(end, Node) or step != 1:
+        return start, end
+    first = start if start >= 0 else size + start
+    whole = end is None or end < 0 or end >= _HUGE
+    new = (ctx.size(first, node), ctx.size(first + length, node) if whole else end)
+    return (start, end) if -1 in new else new
 
 
 @rule(SELECT)
@@ -110,10 +123,14 @@ def select(ctx: Context, node: Node) -> Node | None:
 
 @rule(aten.slice_scatter.default)
 def slice_scatter(ctx: Context, node: Node) -> Node | None:
+    """Bounds as those of a slice; one that replaces everything -> what replaces it."""
     x, src, dim, start, end, step = node.args
-    size = _shape(x)[dim]
+    size, length = _shape(x)[dim], _shape(src)[dim]
+    if step == 1 and fxutil.same_size(size, length):
+        return src
     if not isinstance(size, int) or isinstance(start, Node) or isinstance(end, Node):
-        return None
+        bounds = _symbolic_bounds(ctx, node, (start, end, step), size, length)
+        return None if bounds == (start, end) else ctx.become(node, node.target, (x, src, dim, *bounds, step))
     first = min(max((start or 0) + (size if (start or 0) < 0 else 0), 0), size)
     last = min(size if end is None else end + size if end < 0 else end, size)
     if (first, last) == (start, end):
@@ -206,9 +223,11 @@ def factory(ctx: Context, node: Node) -> Node | None:
     if value is None:
         value = a["s"] if node.target is aten.scalar_tensor.default else a["fill_value"]
     sizes = list(a["size"]) if "size" in a else ctx.sizes(node)
-    if isinstance(value, Node) or sizes is None or -1 in sizes or out.layout != torch.strided:
+    symbolic = isinstance(value, Node) and isinstance(value.meta.get("val"), torch.SymInt)
+    if (isinstance(value, Node) and not symbolic) or sizes is None or -1 in sizes or out.layout != torch.strided:
         return None
-    value = bool(value) if out.dtype == torch.bool else float(value) if out.dtype.is_floating_point else value
+    if not symbolic:
+        value = bool(value) if out.dtype == torch.bool else float(value) if out.dtype.is_floating_point else value
     kwargs = {"dtype": out.dtype, "device": out.device}
     if node.target is FULL and node.args == (sizes, value) and type(node.args[1]) is type(value):
         if dict(node.kwargs) == kwargs:

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -259,6 +259,7 @@ UNARY = {
 
 
 @settings(max_examples=60, deadline=None)
+@example(["even", "copy", "chunk"], False)
 @given(st.lists(st.sampled_from(sorted(UNARY)), min_size=1, max_size=7), st.booleans())
 def test_any_chain_keeps_values_strides_and_is_stable(names, bf16):
     def fn(x):
