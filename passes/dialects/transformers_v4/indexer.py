@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._sympy.functions import Min
 
 from dscompile.passes.engine import Pattern
 
@@ -22,9 +23,20 @@ def _search(
     return torch.where(best >= limit, torch.full_like(best, -1), best)
 
 
+def _constant_part(top_k: int | torch.SymInt) -> int:
+    """k of ``min(k, rows)``, which is what the operator itself takes the minimum of."""
+    if isinstance(top_k, int):
+        return top_k
+    numbers = [int(a) for a in top_k.node.expr.args if a.is_Integer]
+    if not isinstance(top_k.node.expr, Min) or len(numbers) != 1:
+        raise TypeError(f"top_k is {top_k}, expected a number or its minimum with the rows")
+    return numbers[0]
+
+
 def _replace(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, top_k: int, scale: float) -> Tensor:
     visible = n_visible.expand(q.shape[:2])
-    return torch.ops.dsv4.index_topk(q, keys, head_weights, visible, None, top_k, scale, "none", False)
+    k = _constant_part(top_k)
+    return torch.ops.dsv4.index_topk(q, keys, head_weights, visible, None, k, scale, "none", False)
 
 
 _INPUTS = {"q": "act[b t h d]", "keys": "act[b s d]", "head_weights": "f32[b t h]"}
