@@ -176,7 +176,7 @@ def near_misses(
     dtypes = frozenset(rewriter.dtypes)
     places = [(miss, {n.name for n in match.nodes}) for miss, match in refused if not match.anchor._erased]
     for pattern in patterns:
-        for node in _key_nodes(pattern, sub):
+        for node in _key_nodes(pattern, sub, dtypes):
             attempt = best_attempt(pattern, node, rewriter, dtypes)
             if attempt is None or attempt.share < pattern.share or attempt.reason == "matches":
                 continue
@@ -192,11 +192,17 @@ def near_misses(
     return out
 
 
-def _key_nodes(pattern: Pattern, sub: Subgraph) -> Iterator[Node]:
-    chosen, rank = next(pattern.variants())
-    key = pattern.variant(chosen, rank).key
-    if key is not None:
-        yield from sub.gm.graph.find_nodes(op="call_function", target=key)
+def _key_nodes(pattern: Pattern, sub: Subgraph, dtypes: frozenset[Any]) -> Iterator[Node]:
+    """Nodes where a near miss is possible: enough of the pattern's operators occur in the graph at all."""
+    chosen = next((v for v in pattern.variants() if dtypes.issuperset(v[0].values())), None)
+    if chosen is None or (
+        pattern.key is not None and not sub.gm.graph.find_nodes(op="call_function", target=pattern.key)
+    ):
+        return
+    variant = pattern.variant(*chosen)
+    there = [n for n in variant.core if sub.gm.graph.find_nodes(op="call_function", target=n.target, sort=False)]
+    if variant.key is not None and len(there) >= pattern.share * len(variant.core):
+        yield from sub.gm.graph.find_nodes(op="call_function", target=variant.key)
 
 
 def refusal(match: Match, why: Reject, sub: Subgraph) -> NearMiss:

@@ -23,7 +23,9 @@ CAST = aten._to_copy.default
 FULL = aten.full.default
 
 #: Value-preserving copies: the value read through them is the value that went in.
-COPIES: frozenset[Any] = frozenset({CLONE, aten.alias.default, aten.detach.default, aten.contiguous.default})
+COPIES: frozenset[Any] = frozenset({
+    CLONE, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default,
+})  # fmt: skip
 
 #: Operations that only rearrange elements (canonical spellings first).
 LAYOUT: frozenset[Any] = COPIES | {
@@ -33,7 +35,7 @@ LAYOUT: frozenset[Any] = COPIES | {
 }  # fmt: skip
 
 #: Operations that may return an alias of their first argument.
-VIEWS: frozenset[Any] = (LAYOUT - {CLONE}) | {
+VIEWS: frozenset[Any] = (LAYOUT - {CLONE, aten.lift_fresh_copy.default}) | {
     SLICE, SELECT, aten.view.dtype, aten.as_strided.default, aten.split.Tensor, aten.split_with_sizes.default,
     aten.unbind.int, aten.diagonal.default, aten.unfold.default, aten.narrow.default, aten.lift_fresh.default,
     aten.view_as_complex.default, aten.view_as_real.default, operator.getitem,
@@ -62,7 +64,7 @@ REDUCTIONS: frozenset[Any] = frozenset({
 
 #: Cheap to compute twice: a matched node of this kind may keep users outside the match.
 CHEAP: frozenset[Any] = LAYOUT | {
-    SLICE, SELECT, CAST, FULL, operator.getitem, aten.neg.default, aten.arange.start_step, aten.lift_fresh_copy.default,
+    SLICE, SELECT, CAST, FULL, operator.getitem, aten.neg.default, aten.arange.start_step,
     aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
 }  # fmt: skip
 

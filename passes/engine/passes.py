@@ -15,7 +15,7 @@ from . import diagnose, fxutil
 from .graphs import Subgraph, subgraphs
 from .matcher import Matcher, climb, path_up
 from .normalise import normalise_all
-from .optable import LAYOUT
+from .optable import CAST, LAYOUT
 from .pattern import Pattern, Variant
 from .records import Match, MatchRecord, NearMiss, PassResult
 from .rewrite import Rewriter
@@ -108,12 +108,22 @@ def record_of(match: Match, sub: Subgraph) -> MatchRecord:
 
 
 def plausible_variants(pattern: Pattern, gm: GraphModule, dtypes: Collection[torch.dtype]) -> Iterator[Variant]:
-    """Variants whose dtypes occur in the graph and whose operators all do."""
+    """Variants whose dtypes occur in the graph and whose operators all do.
+
+    Tracing is what costs, so little of it is done for a pattern that cannot match: none if its declared key is not in
+    the graph, one variant if that has operators which the graph lacks (casts aside, variants have the same ones).
+    """
+    if pattern.key is not None and not present(gm, pattern.key):
+        return
     for chosen, rank in pattern.variants():
-        if all(d in dtypes for d in chosen.values()):
-            variant = pattern.variant(chosen, rank)
-            if all(present(gm, n.target) for n in required_nodes(variant)):
-                yield variant
+        if not all(d in dtypes for d in chosen.values()):
+            continue
+        variant = pattern.variant(chosen, rank)
+        missing = {n.target for n in required_nodes(variant) if not present(gm, n.target)}
+        if not missing:
+            yield variant
+        elif missing != {CAST}:
+            return
 
 
 def present(gm: GraphModule, target: Any) -> int:

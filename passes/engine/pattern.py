@@ -8,7 +8,6 @@ tensors whose named sizes are distinct large primes, and brought to canonical fo
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .normalise import normalise
-from .optable import COMMON, LAYOUT, mutated_args
+from .optable import COMMON, LAYOUT
 from .records import Match, Reject
+from .tracing import trace
 
 #: Sizes for named dims: primes far from any literal that a graph contains.
 PRIMES = (503, 541, 587, 631, 673, 719, 761, 809, 853, 907, 953, 997, 1049, 1097, 1153, 1201, 1249, 1297, 1361, 1409)
@@ -63,7 +62,8 @@ class Pattern:
     sizes: name -> size to trace with (small ones, or ones that the code loops over, are matched literally below 5).
     dtypes: class -> dtypes to trace with; ``act`` (f32, bf16, f16) and ``w`` (as act, or f32) are there already.
     ranks: how many dims ``*B`` may stand for.
-    guard: ``Match -> Reject | None``. key: operator that marks a near miss. share: least share for one.
+    guard: ``Match -> Reject | None``. key: operator of every match; where it stands, a near miss is looked for.
+    share: least share of the operators that a near miss has.
     required: outputs that must be present; others may be absent in a graph that does not use them.
     shared: further operators that may keep users outside a match (they are then computed twice).
     needs: operators of other libraries (``"namespace::name"``) without which the pattern cannot occur or be traced.
@@ -193,6 +193,8 @@ def _variant(pattern: Pattern, dtypes: tuple, rank: int) -> Variant:
         if not isinstance(out, Node) or out in inputs:
             raise PatternError(f"pattern {pattern.name}: output {i} is not computed by the search function")
     _check_scalars(pattern, gm)
+    if pattern.key is not None and not gm.graph.find_nodes(op="call_function", target=pattern.key):
+        raise PatternError(f"pattern {pattern.name}: its key {pattern.key} does not occur in its canonical form")
     core = tuple(n for n in gm.graph.nodes if n.op == "call_function" and n.target not in LAYOUT)
     unnamed = _name_derived(gm, sizes, names)
     return Variant(pattern, chosen, rank, gm, inputs, outputs, sizes, names, unnamed, core or outputs)
@@ -217,27 +219,6 @@ def _assign(pattern: Pattern, rank: int) -> tuple[dict[str, int], dict[int, str]
                 names.setdefault(size, token)
         shapes[name] = (cls, shape)
     return sizes, names, shapes
-
-
-def trace(fn: Callable[..., Any], tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> GraphModule:
-    """``make_fx`` of ``fn(**tensors, **others)``; writes to inner values become functional."""
-    known = inspect.signature(fn).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        others = {k: v for k, v in others.items() if k in known}
-    keys = list(tensors)
-
-    def flat(*args: torch.Tensor) -> Any:
-        return fn(**dict(zip(keys, args)), **others)
-
-    values = [tensors[k] for k in keys]
-    gm = make_fx(flat)(*values)
-    if any(n.op == "call_function" and _writes_inner(n) for n in gm.graph.nodes):
-        gm = make_fx(torch.func.functionalize(flat, remove="mutations"))(*values)
-    return gm
-
-
-def _writes_inner(node: Node) -> bool:
-    return bool(mutated_args(node.target)) and node.target.namespace == "aten"
 
 
 def _check_scalars(pattern: Pattern, gm: GraphModule) -> None:

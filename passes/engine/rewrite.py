@@ -16,8 +16,9 @@ from .graphs import after, strip_views
 from .matcher import Matcher
 from .normalise import explicit_args, normalise, refresh_nodes
 from .optable import CHEAP, LAYOUT, PERMUTE, RESHAPE, VIEWS, mutated_args, op_name
-from .pattern import PatternError, Structural, Variant, trace
+from .pattern import PatternError, Structural, Variant
 from .records import Match, Reject
+from .tracing import trace
 from .unify import Solution, Virtual
 
 

@@ -163,7 +163,7 @@ def getitem(ctx: Context, node: Node) -> Node | None:
     return None
 
 
-@rule(aten.alias.default, aten.detach.default, aten.lift_fresh.default)
+@rule(aten.alias.default, aten.detach.default)
 def alias(ctx: Context, node: Node) -> Node | None:
     return node.args[0]
 
@@ -236,12 +236,15 @@ def factory(ctx: Context, node: Node) -> Node | None:
     return change(FULL, (sizes, value), kwargs)
 
 
-@rule(aten.lift_fresh_copy.default)
+@rule(aten.lift_fresh.default, aten.lift_fresh_copy.default)
 def lifted(ctx: Context, node: Node) -> Node | None:
-    """A lifted 0-d constant -> ``full([], value)``."""
+    """A lifted constant -> the constant; ``full([], value)`` if it is a number."""
     const = node.args[0]
-    if not isinstance(const, Node) or const.op != "get_attr" or node.meta["val"].dim():
-        return None
+    if const.op != "get_attr" or node.meta["val"].dim():
+        if node.target is aten.lift_fresh_copy.default and copy_matters(ctx, node):
+            return None
+        fxutil.set_val(const, node.meta["val"])  # the constant itself may have a real value there
+        return const
     value: Any = getattr(ctx.gm, str(const.target), None)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None

@@ -106,6 +106,9 @@ class Unifier:
             if isinstance(t, Node) and t.target in COPIES:
                 yield lambda: self._step_over(p, [t])
             return
+        if p.op == "get_attr" and getattr(t, "target", None) in COPIES:
+            yield lambda: self._step_over(p, [t])
+            return
         if p.op == "get_attr":
             yield lambda: self._constant(p, t)
             return
