@@ -12,10 +12,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from .bindings import Alternative, Goal, Solution, Virtual
 from .fxutil import same_size
 from .optable import LAYOUT, RESHAPE, SLICE, op_name
 from .pattern import NAME
-from .unify import Alternative, Goal, Solution, Unifier, Virtual
+from .unify import Unifier
 
 MAX_STEPS = 20_000
 Accept = Callable[[Solution], "str | None"]

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from . import fxutil, mutation
+from .bindings import Solution, Virtual
 from .graphs import after, strip_views
 from .matcher import Matcher
 from .normalise import explicit_args, normalise, refresh_nodes
@@ -19,7 +20,6 @@ from .optable import CHEAP, LAYOUT, PERMUTE, RESHAPE, VIEWS, mutated_args, op_na
 from .pattern import PatternError, Structural, Variant
 from .records import Match, Reject
 from .tracing import trace
-from .unify import Solution, Virtual
 
 
 def _outer(variant: Variant, s: Solution) -> set[Node]:
