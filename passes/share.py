@@ -143,7 +143,7 @@ def _movable(
                 groups[needs] = len({_operand_state(call, needs, versions) for call in calls})
             if groups[needs] < len(calls):
                 support[node] = needs
-    return {node for node in support if node.op == "call_function"}
+    return {node for node, needs in support.items() if node.op == "call_function" and needs}
 
 
 def _operand_state(call: fx.Node, needs: frozenset[int], versions: Versions) -> tuple[Any, ...]:

@@ -54,20 +54,24 @@ def _score_chunks(
         yield part, (scores * head_weights[:, part].float().unsqueeze(-1)).sum(2)
 
 
-def best_first(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Indices by falling score, the allowed ones first, the lowest first among equals: [..., S] -> int64 [..., S].
+def best_first(scores: Tensor, allowed: Tensor, newest: bool = False) -> Tensor:
+    """Indices by falling score, the allowed ones first, [..., S] -> int64 [..., S].
+
+    Among equals the lowest index comes first, or with `newest` the highest.
 
     Two stable sorts rather than a fill with -inf: a score of -inf that is allowed must still come before whatever is
     not, and NaN in an entry that is not allowed must not matter.
     """
+    if newest:
+        return scores.shape[-1] - 1 - best_first(scores.flip(-1), allowed.flip(-1))
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     allowed_first = torch.sort((~allowed).gather(-1, order).to(torch.uint8), dim=-1, stable=True).indices
     return order.gather(-1, allowed_first)
 
 
-def select(scores: Tensor, allowed: Tensor, k: int, ascending: bool) -> Tensor:
+def select(scores: Tensor, allowed: Tensor, k: int, ascending: bool, newest: bool = False) -> Tensor:
     """The k best allowed indices [..., k], -1 where there are fewer."""
-    picked = best_first(scores, allowed)[..., :k]
+    picked = best_first(scores, allowed, newest)[..., :k]
     valid = allowed.gather(-1, picked)
     if ascending:
         rows = scores.shape[-1]
@@ -76,7 +80,9 @@ def select(scores: Tensor, allowed: Tensor, k: int, ascending: bool) -> Tensor:
     return torch.where(valid, picked, -1)
 
 
-def candidate_rows(scores: Tensor, visible: Tensor, n_visible: Tensor, keep: int, block_size: int) -> Tensor:
+def candidate_rows(
+    scores: Tensor, visible: Tensor, n_visible: Tensor, keep: int, block_size: int, newest_block: bool = False
+) -> Tensor:
     """bool [..., S]: rows of the `keep` best blocks of `block_size` rows; n_visible [...].
 
     A block scores as its best visible row; the block of the newest visible row always stays; a block without visible
@@ -88,7 +94,7 @@ def candidate_rows(scores: Tensor, visible: Tensor, n_visible: Tensor, keep: int
     best = padded.unflatten(-1, (blocks, block_size)).amax(-1)
     newest = torch.div(n_visible.clamp(max=rows).unsqueeze(-1) - 1, block_size, rounding_mode="floor")
     best = torch.where(torch.arange(blocks, device=scores.device) == newest, torch.inf, best)
-    kept = select(best, best > -torch.inf, min(keep, blocks), ascending=False)
+    kept = select(best, best > -torch.inf, min(keep, blocks), ascending=False, newest=newest_block)
     mask = torch.zeros((*best.shape[:-1], blocks + 1), dtype=torch.bool, device=scores.device)
     mask.scatter_(-1, torch.where(kept < 0, blocks, kept), True)
     return mask[..., :blocks].repeat_interleave(block_size, -1)[..., :rows]
@@ -100,14 +106,14 @@ def _visible(n_visible: Tensor, rows: int) -> Tensor:
 
 def index_topk(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, candidates: Tensor | None, top_k: int,
-    scale: float, key_format: str, ascending: bool,
+    scale: float, key_format: str, ascending: bool, newest: bool = False,
 ) -> Tensor:  # fmt: skip
     """q [B, T, H, d], keys [B, S, d] or packed [B, S, row], head_weights [B, T, H] -> int64 [B, T, min(top_k, S)].
 
     Row j scores the sum over heads of relu(q . k_j) * scale * head weight, in fp32. It can be chosen if
     j < n_visible[b, t] and, with candidates bool [B, T, S], if it is marked there. The best rows are returned, the
-    lowest index first among equals, -1 where there are fewer; `ascending` sorts them by index, -1 last. n_visible <= 0
-    gives only -1.
+    lowest index first among equals (with `newest` the highest), -1 where there are fewer; `ascending` sorts them by
+    index, -1 last. n_visible <= 0 gives only -1.
     """
     _validate(_TOPK, q, keys, head_weights, n_visible, top_k, key_format)
     _check_candidates(q, keys, candidates)
@@ -117,13 +123,13 @@ def index_topk(
         allowed = _visible(n_visible[:, part], rows)
         if candidates is not None:
             allowed = allowed & candidates[:, part]
-        out[:, part] = select(scores, allowed, out.shape[-1], ascending)
+        out[:, part] = select(scores, allowed, out.shape[-1], ascending, newest)
     return out
 
 
 def index_topk_candidates(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, top_k: int, scale: float, key_format: str,
-    ascending: bool, candidate_blocks: int, block_size: int,
+    ascending: bool, candidate_blocks: int, block_size: int, newest: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`index_topk` without candidates, and the candidates bool [B, T, S] for the index layers that follow.
 
@@ -140,14 +146,16 @@ def index_topk_candidates(
         return out, candidates
     for part, scores in _score_chunks(q, keys, head_weights, scale, key_format):
         visible = _visible(n_visible[:, part], rows)
-        out[:, part] = select(scores, visible, out.shape[-1], ascending)
-        candidates[:, part] = candidate_rows(scores, visible, n_visible[:, part], candidate_blocks, block_size)
+        out[:, part] = select(scores, visible, out.shape[-1], ascending, newest)
+        candidates[:, part] = candidate_rows(
+            scores, visible, n_visible[:, part], candidate_blocks, block_size, newest
+        )
     return out, candidates
 
 
 def _topk_fake(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, candidates: Tensor | None, top_k: int,
-    scale: float, key_format: str, ascending: bool,
+    scale: float, key_format: str, ascending: bool, newest: bool = False,
 ) -> Tensor:  # fmt: skip
     _validate(_TOPK, q, keys, head_weights, n_visible, top_k, key_format)
     _check_candidates(q, keys, candidates)
@@ -156,7 +164,7 @@ def _topk_fake(
 
 def _blocks_fake(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, top_k: int, scale: float, key_format: str,
-    ascending: bool, candidate_blocks: int, block_size: int,
+    ascending: bool, candidate_blocks: int, block_size: int, newest: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _validate(_BLOCKS, q, keys, head_weights, n_visible, top_k, key_format)
     _BLOCKS.positive("candidate_blocks", candidate_blocks)
@@ -209,11 +217,12 @@ def _blocks_sizes(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tens
 
 define(
     "index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, "
-    "float scale, str key_format, bool ascending) -> Tensor",
+    "float scale, str key_format, bool ascending, bool newest=False) -> Tensor",
     family="indexer", reference=index_topk, fake=_topk_fake, cost=_topk_cost, sizes=_topk_sizes,
 )  # fmt: skip
 define(
     "index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, "
-    "str key_format, bool ascending, int candidate_blocks, int block_size) -> (Tensor indices, Tensor candidates)",
+    "str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) "
+    "-> (Tensor indices, Tensor candidates)",
     family="indexer", reference=index_topk_candidates, fake=_blocks_fake, cost=_blocks_cost, sizes=_blocks_sizes,
 )  # fmt: skip

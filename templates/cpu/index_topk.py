@@ -2,7 +2,7 @@
 
 Scores are never written out: `cxx/index_topk.cpp.jinja` scores one query against its visible keys (only those that a
 candidate mask allows, and not at all where every visible row is chosen anyway), finds the k-th largest value by
-counting, and emits indices in rising order; among equal scores the lowest index wins, as in the reference. bf16
+counting, and emits indices in rising order; among equal scores the lowest index wins (or the highest), as in the reference. bf16
 products run on AMX tiles with fp32 sums, everything else in fp32.
 """
 
@@ -21,7 +21,7 @@ from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 from dscompile.templates.cpu.rows import unpack_rows
 
-_PROBLEM = struct.Struct("=22qd")
+_PROBLEM = struct.Struct("=23qd")
 _MAX = 1 << 31
 
 
@@ -51,7 +51,7 @@ def _exact_in_bf16(keys: Tensor, key_format: str) -> bool:
 
 def _run(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, allowed: Tensor | None, top_k: int, scale: float,
-    key_format: str, ascending: bool, candidate_blocks: int, block_size: int, candidates: Tensor | None,
+    key_format: str, ascending: bool, newest: bool, candidate_blocks: int, block_size: int, candidates: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """Run the kernel, which also marks `candidates` if given; None without a compiler."""
     kernel = native.function("index_topk", "index_topk", "pii", q.dtype)
@@ -78,7 +78,7 @@ def _run(
     problem = _PROBLEM.pack(
         q.data_ptr(), *q.stride()[:3], keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
         format_pointer(key_format, dim, keys.dtype), batch, tokens, heads, dim, rows, out.shape[2], int(ascending),
-        candidate_blocks, block_size, head_weights.data_ptr(), n_visible.data_ptr(),
+        int(newest), candidate_blocks, block_size, head_weights.data_ptr(), n_visible.data_ptr(),
         0 if allowed is None else allowed.data_ptr(), out.data_ptr(),
         0 if candidates is None else candidates.data_ptr(), scale,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _run(
 
 def index_topk(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, candidates: Tensor | None, top_k: int,
-    scale: float, key_format: str, ascending: bool,
+    scale: float, key_format: str, ascending: bool, newest: bool = False,
 ) -> Tensor:  # fmt: skip
     """`dsv4::index_topk`: indices int64 [B, T, min(top_k, S)], -1 where there are fewer."""
     fits = _fits(q, keys, head_weights, n_visible, top_k, key_format) and (
@@ -96,10 +96,10 @@ def index_topk(
     )
     out = None
     if fits:
-        out = _run(q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, 0, 1, None)
+        out = _run(q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, newest, 0, 1, None)
     if out is None:
         out = OPS["index_topk"].reference(
-            q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending
+            q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, newest
         )
     assert out is not None
     return out
@@ -107,18 +107,18 @@ def index_topk(
 
 def index_topk_candidates(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, top_k: int, scale: float, key_format: str,
-    ascending: bool, candidate_blocks: int, block_size: int,
+    ascending: bool, candidate_blocks: int, block_size: int, newest: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`dsv4::index_topk_candidates`: indices [B, T, min(top_k, S)] and the candidate rows bool [B, T, S]."""
     out = None
     if _fits(q, keys, head_weights, n_visible, top_k, key_format) and candidate_blocks > 0 and block_size > 0:
         marks = q.new_zeros((*q.shape[:2], keys.shape[1]), dtype=torch.bool)
-        out = _run(q, keys, head_weights, n_visible, None, top_k, scale, key_format, ascending, candidate_blocks,
-                   block_size, marks)  # fmt: skip
+        out = _run(q, keys, head_weights, n_visible, None, top_k, scale, key_format, ascending, newest,
+                   candidate_blocks, block_size, marks)  # fmt: skip
     if out is not None:
         return out, marks
     reference: tuple[Tensor, Tensor] = OPS["index_topk_candidates"].reference(
-        q, keys, head_weights, n_visible, top_k, scale, key_format, ascending, candidate_blocks, block_size
+        q, keys, head_weights, n_visible, top_k, scale, key_format, ascending, candidate_blocks, block_size, newest
     )
     return reference
 

@@ -30,8 +30,8 @@ sinkhorn(Tensor logits, int iters, float eps) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? forced_indices, int top_k, str score_fn, bool normalize, float norm_eps, float scale, bool fp32) -> (Tensor weights, Tensor indices)
 experts(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, float limit, bool weight_before_down, ScalarType out_dtype) -> Tensor
 compress(Tensor kv, Tensor gate, Tensor? ape, Tensor? prior_kv, Tensor? prior_gate, bool overlap) -> Tensor
-index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending) -> Tensor
-index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size) -> (Tensor indices, Tensor candidates)
+index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending, bool newest=False) -> Tensor
+index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
 sparse_attention(Tensor q, Tensor window_kv, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, str window_format, str comp_format) -> Tensor
 grouped_output(Tensor o, Tensor wo_a, Tensor wo_b) -> Tensor
 engram_gather(Tensor table, Tensor? scales, Tensor rows, ScalarType dtype) -> Tensor
@@ -96,6 +96,8 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
                       rand(2, 3, 4), True)),
         ("index_topk", (rand(2, n, 3, 32), rand(2, 9, 32), rand(2, n, 3), torch.randint(-1, 10, (2, n)),
                         torch.rand(2, n, 9) > 0.3, 4, 0.1, "none", True)),
+        ("index_topk", (rand(2, n, 3, 32), rand(2, 9, 32), rand(2, n, 3), torch.randint(-1, 10, (2, n)), None, 4, 0.1,
+                        "none", True, True)),
         ("index_topk", (rand(2, n, 3, 32, dtype=BF16), packed(2, 5, 32, format="fp4_g32_ue8m0"), rand(2, n, 3),
                         torch.randint(-1, 6, (2, n)), None, 8, 0.1, "fp4_g32_ue8m0", False)),
         ("index_topk_candidates", (rand(2, n, 3, 32), rand(2, 9, 32), rand(2, n, 3), torch.randint(-1, 10, (2, n)), 4,

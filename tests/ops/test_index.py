@@ -21,9 +21,9 @@ def scored(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, torch.eye(rows).expand(batch, rows, rows), torch.tensor([1.0, -1.0]).expand(batch, tokens, 2)
 
 
-def best(row: list[float], visible: list[bool], k: int) -> list[int]:
+def best(row: list[float], visible: list[bool], k: int, newest: bool = False) -> list[int]:
     allowed = [j for j in range(len(row)) if visible[j]]
-    return sorted(allowed, key=lambda j: (-row[j], j))[:k]
+    return sorted(allowed, key=lambda j: (-row[j], -j if newest else j))[:k]
 
 
 @st.composite
@@ -38,16 +38,16 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int]:
     return scores, visible, candidates.view(1, tokens, rows), draw(st.integers(1, rows + 3))
 
 
-@given(problems(), st.booleans(), st.booleans())
-def test_topk_equals_a_sort_in_python(problem: Any, masked: bool, ascending: bool) -> None:
+@given(problems(), st.booleans(), st.booleans(), st.booleans())
+def test_topk_equals_a_sort_in_python(problem: Any, masked: bool, ascending: bool, newest: bool) -> None:
     scores, n_visible, candidates, k = problem
     q, keys, weights = scored(scores)
-    out = index_topk(q, keys, weights, n_visible, candidates if masked else None, k, 1.0, "none", ascending)
+    out = index_topk(q, keys, weights, n_visible, candidates if masked else None, k, 1.0, "none", ascending, newest)
     rows = scores.shape[2]
     assert out.shape == (1, scores.shape[1], min(k, rows)) and out.dtype == torch.int64
     for t in range(scores.shape[1]):
         seen = [j < int(n_visible[0, t]) and (not masked or bool(candidates[0, t, j])) for j in range(rows)]
-        want = best(scores[0, t].tolist(), seen, k)
+        want = best(scores[0, t].tolist(), seen, k, newest)
         want = sorted(want) if ascending else want
         assert out[0, t].tolist() == want + [-1] * (min(k, rows) - len(want))
 

@@ -1,5 +1,6 @@
 """The indexer: exact choices on integer scores (many ties), visibility, candidates."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,11 @@ def test_choices_are_exact(
     if format != "none":
         keys = FORMATS[format].pack(keys)
     for candidates in (None, torch.rand(batch, tokens, rows) < 0.5):
-        for ascending in (True, False):
-            check(index_topk, q, keys, weights, visible, candidates, k, 0.125, format, ascending)
+        for ascending, newest in itertools.product((True, False), repeat=2):
+            check(index_topk, q, keys, weights, visible, candidates, k, 0.125, format, ascending, newest)
     for blocks, size in ((3, 8), (1, 1), (1000, 4)):
-        check(index_topk_candidates, q, keys, weights, visible, k, 0.125, format, True, blocks, size)
+        for newest in (True, False):
+            check(index_topk_candidates, q, keys, weights, visible, k, 0.125, format, True, blocks, size, newest)
 
 
 def test_all_scores_equal(fast: Callable[..., Any]) -> None:

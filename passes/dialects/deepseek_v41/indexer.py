@@ -19,10 +19,17 @@ def _scores(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, sc
     return scores.masked_fill(ahead, -math.inf)
 
 
+def _rank_keys(scores: Tensor) -> Tensor:
+    """Among equal scores the newest row wins: the row number is the low half of a 64-bit key."""
+    bits = scores.masked_fill(scores == 0, 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) + torch.arange(scores.shape[-1])
+
+
 def _select(scores: Tensor, top_k: int) -> Tensor:
     rows = scores.shape[-1]
-    best, index = scores.topk(top_k)
-    index = torch.where(best > -math.inf, index, rows).sort(-1).values
+    index = _rank_keys(scores).topk(top_k).indices
+    index = torch.where(scores.gather(-1, index) > -math.inf, index, rows).sort(-1).values
     return torch.where(index < rows, index, -1)
 
 
@@ -31,8 +38,9 @@ def _block_mask(scores: Tensor, n_visible: Tensor, blocks: int, block_size: int)
     newest = (n_visible - 1) // block_size
     pinned = torch.arange(best.shape[-1]) == newest.unsqueeze(-1)
     best = best.masked_fill(pinned, math.inf)
-    value, block = best.topk(blocks)
-    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, block, value > -math.inf)
+    block = _rank_keys(best).topk(blocks).indices
+    visible = best.gather(-1, block) > -math.inf
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, block, visible)
     return chosen.repeat_interleave(block_size, -1)
 
 
@@ -41,7 +49,7 @@ def _plain(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, sca
 
 
 def _plain_op(q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, scale: float, top_k: int) -> Tensor:
-    return torch.ops.dsv4.index_topk(q, keys, head_weights, n_visible, None, top_k, scale, "none", True)
+    return torch.ops.dsv4.index_topk(q, keys, head_weights, n_visible, None, top_k, scale, "none", True, True)
 
 
 def _within(
@@ -54,7 +62,7 @@ def _within(
 def _within_op(
     q: Tensor, keys: Tensor, head_weights: Tensor, n_visible: Tensor, candidates: Tensor, scale: float, top_k: int
 ) -> Tensor:
-    return torch.ops.dsv4.index_topk(q, keys, head_weights, n_visible, candidates, top_k, scale, "none", True)
+    return torch.ops.dsv4.index_topk(q, keys, head_weights, n_visible, candidates, top_k, scale, "none", True, True)
 
 
 def _publishing(
@@ -80,7 +88,7 @@ def _publishing_op(
     block_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.ops.dsv4.index_topk_candidates(
-        q, keys, head_weights, n_visible, top_k, scale, "none", True, blocks, block_size
+        q, keys, head_weights, n_visible, top_k, scale, "none", True, blocks, block_size, True
     )
 
 
@@ -89,7 +97,7 @@ def _inputs(rows: str) -> dict[str, str]:
 
 
 _SCALARS = {"scale": 0.12347, "top_k": 113}
-_MASKS = frozenset({torch.ops.aten.ge.Tensor, torch.ops.aten.bitwise_not.default})  # one mask may serve several layers
+_MASKS = frozenset({torch.ops.aten.ge.Tensor, torch.ops.aten.bitwise_not.default, torch.ops.aten.arange.start_step})  # one mask may serve several layers
 _BLOCKS = {**_SCALARS, "blocks": 127, "block_size": 131}
 
 _BASE = (
