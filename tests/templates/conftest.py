@@ -8,10 +8,22 @@ import pytest
 import torch
 
 from dscompile.ops import OPS
-from dscompile.templates.cpu import compress, engram, experts, hc, index_topk, linear, native, norm, router, rows
+from dscompile.templates.cpu import (
+    compress,
+    engram,
+    experts,
+    gather,
+    hc,
+    index_topk,
+    linear,
+    native,
+    norm,
+    router,
+    rows,
+)
 from dscompile.templates.cpu import sparse_attention as attention
 
-MODULES = (attention, compress, engram, experts, hc, index_topk, linear, norm, router, rows)
+MODULES = (attention, compress, engram, experts, gather, hc, index_topk, linear, norm, router, rows)
 
 
 class Closed(dict[str, Any]):
