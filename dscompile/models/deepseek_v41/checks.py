@@ -21,6 +21,8 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
     batch = input_ids.shape[0]
     if cache.batch_size != batch:
         raise ValueError(f"the cache is for batch size {cache.batch_size}, the input has {batch} rows")
+    if input_ids.shape[1] > cache.max_tokens:
+        raise ValueError(f"input_ids have {input_ids.shape[1]} tokens, the cache holds max_tokens {cache.max_tokens}")
     if len(cache.window) != config.num_hidden_layers:
         raise ValueError(f"the cache has {len(cache.window)} layers, the model {config.num_hidden_layers}")
     ring = (batch * config.sliding_window + 1, WINDOW_FORMAT.row_bytes(config.head_dim))
@@ -29,6 +31,8 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
     ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
     if cache.ratios != ratios:
         raise ValueError(f"the cache has KV sources and ratios {cache.ratios}, the model {ratios}")
+    if bool(config.engram_layer_ids) != (cache.tokens is not None):
+        raise ValueError("the cache has n-gram tokens and the model no Engram layers, or the other way round")
 
 
 def check_positions(positions: Tensor, cache: DeepseekV41Cache) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,6 +139,11 @@ class DeepseekV41Config:
     def num_engram_rows(self) -> int:
         """Rows that an Engram layer looks up per token."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+    @property
+    def activation_limit(self) -> float:
+        """What the experts' activation is clamped at; infinite for a `swiglu_limit` of 0."""
+        return self.swiglu_limit if self.swiglu_limit > 0 else math.inf
 
     def ratio(self, layer: int) -> int:
         """Tokens per compressed row in `layer`; 0 for a window-only layer."""

@@ -136,7 +136,7 @@ class DeepseekV41ForCausalLM(nn.Module):
         batch, length = input_ids.shape
         n = self.config.hc_mult
         streams = self.embed(input_ids).unsqueeze(2).repeat(1, 1, n, 1)
-        pre = torch.eye(n, device=streams.device)[0].expand(batch, length, n)
+        pre = torch.eye(n, device=streams.device)[0].repeat(batch, length, 1)
         indices: Tensor | None = None  # the latest index list
         candidates: tuple[Tensor, ...] = ()  # the candidate mask, once published
         for i, layer in enumerate(self.layers):

@@ -94,7 +94,7 @@ class SharedExpert(nn.Module):
         self.w1 = Linear(hidden, inner, dtype, packed)
         self.w3 = Linear(hidden, inner, dtype, packed)
         self.w2 = Linear(inner, hidden, dtype, packed)
-        self.limit = config.swiglu_limit
+        self.limit = config.activation_limit
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))
@@ -109,7 +109,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, dtype, packed)
         self.shared_experts = SharedExpert(config, dtype, packed)
         self.top_k, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.scale, self.limit = config.routed_scaling_factor, config.swiglu_limit
+        self.scale, self.limit = config.routed_scaling_factor, config.activation_limit
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, hidden] -> the same shape and dtype."""

@@ -1,0 +1,76 @@
+"""Where tokens and groups are read from and stored, against plain Python."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window
+
+MAX_TOKENS = 40
+
+# Per row: the first position (-1 for an idle row) and how many tokens follow, of a chunk of up to 12.
+ROWS = st.lists(st.tuples(st.integers(-1, MAX_TOKENS - 1), st.integers(1, 12)), min_size=1, max_size=3)
+
+
+def positions_of(rows: list[tuple[int, int]], length: int) -> torch.Tensor:
+    out = torch.full((len(rows), length), -1)
+    for b, (start, count) in enumerate(rows):
+        if start >= 0:
+            count = min(count, length, MAX_TOKENS - start)
+            out[b, :count] = torch.arange(start, start + count)
+    return out
+
+
+@settings(max_examples=60)
+@given(ROWS, st.integers(1, 12), st.integers(1, 9))
+def test_window(rows: list[tuple[int, int]], length: int, width: int) -> None:
+    positions = positions_of(rows, length)
+    plan = plan_window(positions, width)
+    batch = len(rows)
+    held = [{p % width: p for p in range(max(row[0], 0))} for row in positions.tolist()]  # slot -> position
+    for b, row in enumerate(positions.tolist()):
+        if row[0] >= 0:
+            for i, slot in enumerate(plan.read[b].tolist()):
+                position = row[0] - width + i
+                assert b * width <= slot < (b + 1) * width
+                if position >= 0:
+                    assert held[b][slot - b * width] == position
+    for slots, row in zip(plan.write.view(batch, length).tolist(), positions.tolist()):
+        stored = {slot: p for slot, p in zip(slots, row) if slot != batch * width}
+        last = max(row)
+        assert sorted(stored.values()) == [p for p in row if p >= 0 and p > last - width]
+        assert all(slot % width == p % width for slot, p in stored.items())
+        assert len(stored) == len([slot for slot in slots if slot != batch * width])
+
+
+@settings(max_examples=60)
+@given(ROWS, st.integers(1, 12), st.integers(1, 4))
+def test_groups(rows: list[tuple[int, int]], length: int, ratio: int) -> None:
+    positions = positions_of(rows, length)
+    capacity = MAX_TOKENS // ratio
+    plan = plan_groups(positions, ratio, capacity)
+    batch, groups = plan.start.shape
+    for b, row in enumerate(positions.tolist()):
+        live = [p for p in row if p >= 0]
+        first, last = row[0], max(row)
+        closed = [p // ratio for p in live if (p + 1) % ratio == 0]
+        slots = plan.write.view(batch, groups)[b].tolist()
+        assert [s - b * capacity for s in slots if s != batch * capacity] == closed
+        for g in range(groups):
+            if slots[g] == batch * capacity:
+                continue
+            group = slots[g] - b * capacity
+            assert plan.start[b, g] == group * ratio
+            places = [group * ratio + i - first + ratio - 1 for i in range(ratio)]
+            assert plan.members[b, g].tolist() == places and group * ratio + ratio - 1 <= last
+    assert plan.members.min() >= 0 and plan.members.max() < length + ratio - 1
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(-3, 20), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_clean_positions(rows: list[list[int]]) -> None:
+    for got, row in zip(clean_positions(torch.tensor(rows), 12).tolist(), rows):
+        kept = 0
+        while kept < 5 and row[kept] == row[0] + kept and 0 <= row[kept] < 12:
+            kept += 1
+        assert got == row[:kept] + [-1] * (5 - kept)
