@@ -38,6 +38,13 @@ def dtypes_of(node: Node) -> set[torch.dtype]:
     return {v.dtype for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
 
 
+def _counts(node: Node) -> bool:
+    """Elementwise arithmetic of masks, positions and indices: many layers share it, and it is cheap to repeat."""
+    value = node.meta.get("val")
+    plain = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
+    return plain and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 class Rewriter:
     """Applies matches to one graph; remembers traced replacements and which nodes need evaluating again."""
 
@@ -90,8 +97,9 @@ class Rewriter:
         repeatable: dict[Node, bool] = {}
         for node in sorted(inner):
             sources = [n for n in node.all_input_nodes if n in inner and n not in outputs]
-            repeatable[node] = node.target in cheap and all(repeatable[n] for n in sources)
-            if node in outputs or node.op == "get_attr" or repeatable[node]:
+            kind = node.op == "get_attr" or node.target in cheap or _counts(node)
+            repeatable[node] = kind and all(repeatable[n] for n in sources)
+            if node in outputs or repeatable[node]:
                 continue
             for user in node.users:
                 if user not in inner:

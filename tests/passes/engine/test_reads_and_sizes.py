@@ -79,7 +79,9 @@ def test_a_symbolic_scalar_reaches_the_replacement() -> None:
 
 
 def test_a_constant_of_symbolic_value_is_a_full() -> None:
-    gm = functional_graph(lambda x: torch.full_like(x, x.shape[0]) + x, torch.ones(6, 4, dtype=torch.int64), dynamic=True)
+    gm = functional_graph(
+        lambda x: torch.full_like(x, x.shape[0]) + x, torch.ones(6, 4, dtype=torch.int64), dynamic=True
+    )
     normalise(gm)
     assert graphs.find(gm.graph, aten.full.default) and not graphs.find(gm.graph, aten.full_like.default)
     assert run_flat(gm)[0].unique().tolist() == [7]

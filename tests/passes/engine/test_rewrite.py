@@ -128,6 +128,27 @@ def test_cheap_inner_values_may_be_shared():
     assert result.counts == {"s": 2} and len(find(gm.graph, aten.expand.default)) == 1
 
 
+def test_masks_may_be_shared():
+    """Layers with equal positions share their mask, which is inside each layer's match."""
+
+    def search(x, positions, ratio):
+        hidden = torch.arange(x.shape[1])[None] >= ((positions + 1) // ratio)[:, None]
+        return x.masked_fill(hidden, float("-inf")).topk(2).values
+
+    def replace(x, positions, ratio):
+        return x.masked_fill(((positions + 1) // ratio)[:, None] <= torch.arange(x.shape[1]), -torch.inf).topk(2).values
+
+    p = Pattern("m", "m", "toy", search, replace, {"x": "f32[T S]", "positions": "i64[T]"}, {"ratio": 211},
+                key=aten.topk.default)  # fmt: skip
+
+    def fn(x, y, positions):
+        hidden = torch.arange(x.shape[1])[None] >= ((positions + 1) // 4)[:, None]
+        return search(x, positions, 4), search(y, positions, 4), hidden
+
+    gm, result = apply(p, fn, torch.randn(20, 6), torch.randn(20, 6), torch.arange(20) + 8)
+    assert result.counts == {"m": 2}
+
+
 def test_shared_operators_can_be_allowed():
     def search(x):
         return x.exp() * 2
