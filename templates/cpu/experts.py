@@ -14,11 +14,12 @@ from torch import Tensor
 
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
+from dscompile.templates.cpu.memory import settle
 from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 
 # Tokens an expert up to which reading its weights in place beats PyTorch's product.
-_FEW = {torch.bfloat16: 64, torch.float16: 4, torch.float32: 4}
+_FEW = {torch.bfloat16: 128, torch.float16: 4, torch.float32: 4}
 _PLAIN_SUM, _WEIGHTED, _WEIGHTED_ROUNDED = 0, 1, 2
 
 
@@ -77,6 +78,8 @@ def experts(
     if tokens * k <= _FEW[x.dtype] * min(count, tokens * k):
         few = native.function("experts", "experts_few", "pqqqqqqpqqpqqppppfiiipi", x.dtype)
         assert few is not None
+        settle(w13)
+        settle(w2)
         few(
             x.data_ptr(), x.stride(0), tokens, k, dim, inner, count, w13.data_ptr(), w13.stride(0),
             w13.stride(1), w2.data_ptr(), w2.stride(0), w2.stride(1), order.data_ptr(), offsets.data_ptr(),

@@ -96,7 +96,9 @@ def index_topk(
     )
     out = None
     if fits:
-        out = _run(q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, newest, 0, 1, None)
+        out = _run(
+            q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, newest, 0, 1, None
+        )
     if out is None:
         out = OPS["index_topk"].reference(
             q, keys, head_weights, n_visible, candidates, top_k, scale, key_format, ascending, newest

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
+from dscompile.templates.cpu.memory import settle
 from dscompile.templates.cpu.native import ELEMENT
 from dscompile.templates.cpu.record import CpuTemplate, Meta, fits_cpu
 
-MAX_ROWS = {torch.bfloat16: 64, torch.float16: 4}
+MAX_ROWS = {torch.bfloat16: 192, torch.float16: 4}
 """Rows up to which reading the weight in place is faster than PyTorch's product, by dtype; none for fp32."""
 
 
@@ -26,6 +27,7 @@ def few_rows(x: Tensor, w: Tensor) -> Tensor | None:
     kernel = native.function("linear", "linear_rows", "pqqpqqqqqqpqqi", x.dtype)
     if kernel is None:
         return None
+    settle(w)
     m, n = x.shape[0], w.shape[0]
     out = x.new_empty((m, n))
     kernel(
@@ -83,6 +85,7 @@ def grouped_output(o: Tensor, wo_a: Tensor, wo_b: Tensor) -> Tensor:
             torch.mm(rows[:, group], wo_a[group].t(), out=low[:, group * rank : (group + 1) * rank])
         out = torch.mm(low, wo_b.t())
     else:
+        settle(wo_a)
         kernel(
             rows.data_ptr(), rows.stride(1), rows.stride(0), wo_a.data_ptr(), wo_a.stride(0),
             wo_a.stride(1), groups, rows.shape[0], width, rank, low.data_ptr(), rank, groups * rank, native.threads(),

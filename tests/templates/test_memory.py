@@ -21,8 +21,6 @@ print(plain, min(faults() for _ in range(16)))  # an aligned block may need a fe
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_a_later_block_is_reused(repo_root: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=repo_root, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=repo_root, check=True)
     plain, kept = map(int, run.stdout.split())
     assert plain > 1000 and kept < plain / 10
