@@ -1,0 +1,220 @@
+"""The dense attention with a sink, as a sparse one, where its mask is proven to be a window and a choice of rows.
+
+Scores of every query with every key, a mask added, softmax: nothing in that says which keys matter. The mask does
+(`masks`). What is not proven stays dense, and the near miss says what was missing. No configuration is consulted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from dscompile.passes.dialects.common.splice import splice
+from dscompile.passes.dialects.transformers_v4.masks import Limit, Selection, WindowMask, row_mask, window_mask
+from dscompile.passes.dialects.transformers_v4.rebuild import RebuildMasks
+from dscompile.passes.dialects.transformers_v4.values import Values
+from dscompile.passes.engine import Match, Pattern, Reject, Structural
+from dscompile.passes.engine.fxutil import bound_args, same_size
+from dscompile.passes.engine.normalise import refresh_nodes
+from dscompile.passes.engine.optable import CAST, COPIES, PERMUTE
+
+aten, dsv4 = torch.ops.aten, torch.ops.dsv4
+
+
+def _search(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """q [b, h, t, D], kv [b, 1, s, D], mask [b or 1, 1, t, s], sink [h]."""
+    batch, heads, tokens, width = q.shape
+    rows = kv[:, :, None].expand(batch, 1, heads, kv.shape[2], width).reshape(batch, heads, kv.shape[2], width)
+    scores = torch.matmul(q, rows.transpose(2, 3)) * scale + mask
+    scores = torch.cat((scores, sink.reshape(1, -1, 1, 1).expand(batch, -1, tokens, -1)), -1)
+    scores = scores - scores.max(-1, keepdim=True).values
+    p = F.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
+    return torch.matmul(p.to(rows.dtype), rows)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Rows [B, 1, S, D] of the window with their mask, and compressed rows with theirs (None: there are none)."""
+
+    rows: Node
+    mask: WindowMask
+    compressed: Node | None = None
+    choice: Selection | Limit | None = None
+
+
+def _split(values: Values, kv: Node, mask: Node) -> _Parts | Reject:
+    """Cut keys and mask at the same column."""
+    joined = _uncast(mask)
+    if joined.target is aten.cat.default and joined.args[1] == 3 and len(joined.args[0]) == 2:  # type: ignore[arg-type]
+        left, right = joined.args[0]  # type: ignore[misc]
+        choice = row_mask(values, right)
+    elif joined.target is aten.constant_pad_nd.default and _pads_rows(joined):
+        left, choice = joined.args[0], Limit(None)
+    else:
+        meaning = window_mask(values, mask)
+        return meaning if isinstance(meaning, Reject) else _Parts(kv, meaning)
+    meaning = window_mask(values, left)  # type: ignore[arg-type]
+    for proven in (meaning, choice):
+        if isinstance(proven, Reject):
+            return proven
+    keys = _uncast(kv, (aten.clone.default,))
+    if keys.target is not aten.cat.default or keys.args[1] != 2 or len(keys.args[0]) != 2:  # type: ignore[arg-type]
+        return Reject("the mask has a part for compressed rows, the keys are not joined from two parts", kv)
+    rows, compressed = keys.args[0]  # type: ignore[misc]
+    if not same_size(rows.meta["val"].shape[2], left.meta["val"].shape[3]):  # type: ignore[union-attr]
+        return Reject("the keys are joined at another column than the mask", kv)
+    return _Parts(rows, meaning, compressed, choice)  # type: ignore[arg-type]
+
+
+def _uncast(node: Node, kinds: Any = (*COPIES, CAST)) -> Node:
+    while node.target in kinds:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _pads_rows(node: Node) -> bool:
+    given = bound_args(node)
+    pad = list(given["pad"])
+    return len(pad) == 2 and pad[0] == 0 and given["value"] == 0
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A rotation by tables cos, sin [b or 1, 1, T, r] of something with heads in front of tokens."""
+
+    node: Node
+    x: Node
+    cos: Node
+    sin: Node
+
+
+def _rotation(node: Node, inverse: bool) -> _Rotation | None:
+    if node.target is not dsv4.rope.default or bound_args(node)["inverse"] is not inverse:
+        return None
+    x, cos, sin = node.args[:3]
+    shape = cos.meta["val"].shape  # type: ignore[union-attr]
+    return _Rotation(node, x, cos, sin) if len(shape) == 4 and same_size(shape[1], 1) else None  # type: ignore[arg-type]
+
+
+def _rotated_back(out: Node) -> _Rotation | None:
+    """The inverse rotation that is all that happens to the output, permutations that cancel aside."""
+    order, node = list(range(4)), out
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.target is PERMUTE:
+            order = [order[d] for d in node.args[1]]  # type: ignore[union-attr]
+        else:
+            return _rotation(node, True) if order == [0, 1, 2, 3] else None
+    return None
+
+
+def _replace(gm: GraphModule, match: Match) -> Reject | None:
+    values = Values(gm.graph)
+    parts = _split(values, match.inputs["kv"], match.inputs["mask"])
+    if isinstance(parts, Reject):
+        return parts
+    out = match.anchor
+    back = _rotated_back(out)
+    if back is not None and not _same_time(out, back):
+        back = None
+    query = match.inputs["q"]
+    forward = _rotation(query, False)
+    if forward is not None and (back is None or (forward.cos, forward.sin) != (back.cos, back.sin)):
+        forward = None
+    if forward is not None and len(query.users) > 1:
+        forward = None
+    q = query if forward is None else forward.x
+    old = out if back is None else back.node
+    (new,) = splice(gm, old, _attention(parts, match.scalars["scale"], forward is not None), old,
+                    **_inputs(parts, q, match.inputs["sink"], back))  # fmt: skip
+    _mark(new, match.pattern.name)
+    users = set(old.users)
+    old.replace_all_uses_with(new)
+    if old is not out:
+        _erase_between(old, out)
+    refresh_nodes(gm.graph, users, new.meta["val"].fake_mode)
+    return None
+
+
+def _same_time(out: Node, back: _Rotation) -> bool:
+    """Nothing is written between the output and its rotation, so the attention may move there."""
+    node = out.next
+    while node is not back.node:
+        if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            return False
+        node = node.next
+    return True
+
+
+def _inputs(parts: _Parts, q: Node, sink: Node, back: _Rotation | None) -> dict[str, Node]:
+    inputs = {"q": q, "rows": parts.rows, "queries": parts.mask.queries, "keys": parts.mask.keys, "sink": sink}
+    if parts.compressed is not None:
+        inputs["compressed"] = parts.compressed
+    if isinstance(parts.choice, Selection):
+        inputs["indices"] = parts.choice.indices
+    if isinstance(parts.choice, Limit) and parts.choice.count is not None:
+        inputs["count"] = parts.choice.count
+    if back is not None:
+        inputs |= {"cos": back.cos, "sin": back.sin}
+    return inputs
+
+
+def _attention(parts: _Parts, scale: float, rope_q: bool) -> Any:
+    window, limited = parts.mask.window, isinstance(parts.choice, Limit)
+
+    def attention(
+        q: Tensor, rows: Tensor, queries: Tensor, keys: Tensor, sink: Tensor, compressed: Tensor | None = None,
+        indices: Tensor | None = None, count: Tensor | None = None, cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Heads in front of tokens, as the graph has it; positions from the mask."""
+        batch, _, tokens, _ = q.shape
+        positions = queries[:, 0, :, 0].expand(batch, tokens)
+        start = keys[:, 0, 0, 0].expand(batch)
+        if limited and compressed is not None:
+            if count is None:
+                count = torch.full((1, 1, 1, 1), 0, dtype=torch.int64, device=q.device) + compressed.shape[2]
+            count = count[:, 0, :, 0].expand(batch, tokens)
+        tables = [None if t is None else t.squeeze(1).expand(batch, -1, -1) for t in (cos, sin)]
+        out = dsv4.sparse_attention(
+            q.transpose(1, 2), rows.squeeze(1), positions, start, window,
+            None if compressed is None else compressed.squeeze(1), indices, count, sink, scale, *tables, rope_q,
+            "none", "none",
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return attention
+
+
+def _mark(node: Node, name: str) -> None:
+    """Note the pattern on the attention that the replacement is a view of."""
+    while node.target is PERMUTE:
+        node = node.args[0]  # type: ignore[assignment]
+    node.meta["dsv4_pattern"] = name
+
+
+def _erase_between(last: Node, out: Node) -> None:
+    """Erase the old rotation and the permutations in front of it; the engine erases what was matched."""
+    while last is not out and not last.users:
+        source = last.args[0]
+        last.graph.erase_node(last)
+        last = source  # type: ignore[assignment]
+
+
+_INPUTS = {"q": "act[b h t D]", "kv": "act[b 1 s D]", "sink": "w[h]"}
+
+PATTERNS = tuple(
+    Pattern(
+        name=f"attention.masked.{name}", family="attention", dialect="transformers_v4", search=_search,
+        replace=Structural(_replace), inputs={**_INPUTS, "mask": f"act[{batch} 1 t s]"}, scalars={"scale": 0.12345},
+        key=aten.amax.default,
+    )
+    for name, batch in (("rows", "b"), ("one_row", "1"))
+)  # fmt: skip
+
+PASSES = (RebuildMasks(),)
