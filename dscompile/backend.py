@@ -117,8 +117,8 @@ def _warn_before_recompile_limit(entry: report.GraphReport) -> None:
     limit = torch._dynamo.config.recompile_limit
     if recompiles is not None and recompiles + 2 >= limit:
         message = (
-            f"this function has been compiled {recompiles + 1} times; at {limit} (torch._dynamo.config.recompile_limit) "
-            "Dynamo stops compiling it and runs it eagerly. Use a static cache (for transformers: "
+            f"this function has been compiled {recompiles + 1} times; at {limit} "
+            "(torch._dynamo.config.recompile_limit) Dynamo stops compiling it and runs it eagerly. Use a static cache (for transformers: "
             "dscompile.integrations.transformers.StaticV4Cache) or mark changing sizes with torch._dynamo.mark_dynamic"
         )
         warnings.warn(message, DscompileWarning, stacklevel=3)

@@ -24,8 +24,8 @@ def functionalise(gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Inne
     in the graph as `aten.copy_(placeholder, value)` at its end. Only inference graphs: see `needs_gradients`.
     """
 
-    def compiler(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return make_boxed_func(inner(graph_module, inputs))
+    def compiler(gm: Any, example_inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(inner(gm, list(example_inputs)))
 
     return aot_module_simplified(
         gm,

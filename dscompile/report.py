@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -119,9 +120,9 @@ class Report:
         return Group(*parts)
 
     def __str__(self) -> str:
-        console = Console(width=140, record=True, file=_Discard())
-        console.print(self.render())
-        return console.export_text()
+        text = io.StringIO()
+        Console(width=140, file=text).print(self.render())
+        return text.getvalue()
 
     def to_html(self) -> str:
         """A self-contained page with the same tables."""
@@ -138,14 +139,6 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = {".json": self.to_json, ".html": self.to_html}.get(path.suffix, lambda: str(self))()
         path.write_text(text, encoding="utf-8")
-
-
-class _Discard:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
 
 
 _active: ContextVar[tuple[Report, ...]] = ContextVar("dscompile_reports", default=())
@@ -206,7 +199,8 @@ def _headline(graph: GraphReport) -> str:
         return f"{graph.name}: nothing matched, {graph.nodes_before} nodes went to Inductor unchanged"
     return (
         f"{graph.name} [{graph.inputs}]: {total} matches, {len(graph.misses)} near misses, "
-        f"{graph.nodes_before} -> {graph.nodes_after} nodes, {graph.regions} layer kinds for {graph.region_calls} layers, "
+        f"{graph.nodes_before} -> {graph.nodes_after} nodes, {graph.regions} layer kinds for {graph.region_calls} "
+        f"layers, "
         f"capture {graph.capture_seconds:.1f} s, rewrite {graph.rewrite_seconds:.1f} s, "
         f"compile {graph.compile_seconds:.1f} s"
     )

@@ -102,7 +102,9 @@ def layer_labels(graph: fx.GraphModule, input_names: Sequence[str]) -> dict[str,
     labels: dict[str, list[str]] = {}
     for position, call in enumerate(region_calls(graph)):
         counts = Counter(
-            found[1] for source in call.all_input_nodes if (found := re.match(r"(.*?\w+\.\d+)\.", names.get(source, "")))
+            found[1]
+            for source in call.all_input_nodes
+            if (found := re.match(r"(.*?\w+\.\d+)\.", names.get(source, "")))
         )
         label = counts.most_common(1)[0][0] if counts else f"call {position}"
         labels.setdefault(paths[id(region_module(graph, call))], []).append(label)

@@ -1,8 +1,7 @@
-"""What an attention or an index selection can do itself moves into it: decoding of packed rows, rotation of q and of the
-output.
+"""What an attention or an index selection can do itself moves into it: decoding, and rotation of q and of the output.
 
-    unpack(rows) -> sparse_attention(.., "none")   becomes   sparse_attention(rows, .., format)
-    rope(q) -> sparse_attention -> rope(inverse)   becomes   sparse_attention(q, cos, sin, rope_q=True)
+unpack(rows) -> sparse_attention(.., "none")   becomes   sparse_attention(rows, .., format)
+rope(q) -> sparse_attention -> rope(inverse)   becomes   sparse_attention(q, cos, sin, rope_q=True)
 """
 
 from __future__ import annotations
@@ -123,4 +122,3 @@ def _move_after_arguments(node: Node) -> None:
     latest = max(node.all_input_nodes, key=order.__getitem__)
     if order[latest] > order[node]:
         latest.append(node)
-

@@ -5,8 +5,8 @@ rows, an index list, a mask. Where two calls hand in the same values, that compu
 them and its result becomes an argument. Whether two calls hand in the same values is read off the graph: the same node,
 and for memory that regions write to, no write in between. No configuration is consulted.
 
-Where the layer that wrote the rows computes the same thing from what it wrote, its result is returned from the region and
-used instead, so that the work is done once per source.
+Where the layer that wrote the rows computes the same thing from what it wrote, its result is returned from the region
+and used instead, so that the work is done once per source.
 
 Runs on plain `invoke_subgraph` calls (see `regions.restore_region_mutation`).
 """

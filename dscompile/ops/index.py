@@ -147,9 +147,7 @@ def index_topk_candidates(
     for part, scores in _score_chunks(q, keys, head_weights, scale, key_format):
         visible = _visible(n_visible[:, part], rows)
         out[:, part] = select(scores, visible, out.shape[-1], ascending, newest)
-        candidates[:, part] = candidate_rows(
-            scores, visible, n_visible[:, part], candidate_blocks, block_size, newest
-        )
+        candidates[:, part] = candidate_rows(scores, visible, n_visible[:, part], candidate_blocks, block_size, newest)
     return out, candidates
 
 

@@ -30,7 +30,7 @@ def gather_rows(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: tor
 
 
 def unpack_used(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
-    """`dsv4::unpack_used`: rows [B, C, row bytes], indices [B, T, K] -> [B, C, dim]; zeros behind the last row named."""
+    """`dsv4::unpack_used`: rows [B, C, row bytes], indices [B, T, K] -> [B, C, dim]; zeros behind the last one."""
     if not _in_range(rows, indices, 3):
         reference: Tensor = OPS["unpack_used"].reference(rows, indices, format, dim, dtype)
         return reference

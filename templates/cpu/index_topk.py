@@ -2,8 +2,8 @@
 
 Scores are never written out: `cxx/index_topk.cpp.jinja` scores one query against its visible keys (only those that a
 candidate mask allows, and not at all where every visible row is chosen anyway), finds the k-th largest value by
-counting, and emits indices in rising order; among equal scores the lowest index wins (or the highest), as in the reference. bf16
-products run on AMX tiles with fp32 sums, everything else in fp32.
+counting, and emits indices in rising order; among equal scores the lowest index wins (or the highest), as in the
+reference. bf16 products run on AMX tiles with fp32 sums, everything else in fp32.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def feed() -> Callable[..., Tensor]:
         logits, at = [], 0
         for size in sizes:
             positions = torch.arange(start + at, start + at + size).repeat(ids.shape[0], 1)
-            logits.append(model(ids[:, at : at + size], positions, cache))
+            logits.append(model(ids[:, at : at + size].contiguous(), positions, cache))
             at += size
         return torch.cat(logits, 1)
 

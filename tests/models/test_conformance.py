@@ -87,9 +87,7 @@ def test_bf16(bf16_model: DeepseekV41ForCausalLM, conformance: Load, length: int
     assert cosine.min() >= 0.99
 
 
-def test_every_layer(
-    model: DeepseekV41ForCausalLM, conformance: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_layer(model: DeepseekV41ForCausalLM, conformance: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams, mixes, attention, routing, selections and candidates of each layer, and the cache in the end."""
     data, length = conformance("tiny_fp32"), 77
     blocks: list[tuple[Tensor, ...]] = []

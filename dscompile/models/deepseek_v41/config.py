@@ -158,7 +158,7 @@ class DeepseekV41Config:
         return _latest("index_source_layer_ids", self.index_source_layer_ids, layer)
 
     def kind(self, layer: int) -> LayerKind:
-        """"window" (no compressed rows), "full" (own rows and index), "reindex" (own index) or "reuse" (neither)."""
+        """ "window" (no compressed rows), "full" (own rows and index), "reindex" (own index) or "reuse" (neither)."""
         if self.ratio(layer) == 0:
             return "window"
         if layer in self.kv_source_layer_ids:

@@ -31,9 +31,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return c
 
 
-def hc_split(
-    mix: Tensor, scale: Tensor, base: Tensor, n: int, iters: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_split(mix: Tensor, scale: Tensor, base: Tensor, n: int, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """mix [..., (2 + n) * n], scale [3], base [(2 + n) * n] -> pre and post [..., n], comb [..., n, n]; float32."""
     pre = torch.sigmoid(mix[..., :n] * scale[0] + base[:n]) + eps
     post = 2 * torch.sigmoid(mix[..., n : 2 * n] * scale[1] + base[n : 2 * n])

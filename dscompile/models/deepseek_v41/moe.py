@@ -14,9 +14,7 @@ EXPERT_FORMAT = FORMATS["fp4_g32_ue8m0"]
 _TINY = 1e-20
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, normalise: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, weight: Tensor, bias: Tensor, top_k: int, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
     """x [N, D], weight [E, D], bias [E], both float32 -> weights float32 [N, k] and experts int64 [N, k].
 
     Scores are sqrt(softplus(logits)) in float32. The bias takes part in the choice, not in the weights.
@@ -78,7 +76,7 @@ class Experts(nn.Module):
                 setattr(self, name, frozen(experts, rows, columns, dtype=dtype))
 
     def dense(self, name: str) -> Tensor:
-        """"w13" or "w2" as a dense stack in the activation dtype."""
+        """ "w13" or "w2" as a dense stack in the activation dtype."""
         weight = getattr(self, name)
         if not self.packed:
             return weight

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
 from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
 from dscompile.passes.engine import Match, Pattern, Reject
-from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
 
 _INPUTS = {"q": "act[b t h d]", "recent": "act[b window+t d]", "positions": "i64[b t]", "sink": "f32[h]"}
 _SCALARS = {"scale": 0.12347, "window": 113}

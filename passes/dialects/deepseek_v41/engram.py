@@ -21,8 +21,13 @@ def _gather(dtype: torch.dtype, short: str) -> Pattern:
         return torch.ops.dsv4.engram_gather(table, scales, rows, dtype)
 
     return Pattern(
-        f"engram_gather.packed.{short}", "engram", "deepseek_v41", search, replace,
-        inputs={"table": f"u8[s {_GROUP}*g]", "scales": "u8[s g]", "rows": "i64[b t n]"}, share=0.9,
+        f"engram_gather.packed.{short}",
+        "engram",
+        "deepseek_v41",
+        search,
+        replace,
+        inputs={"table": f"u8[s {_GROUP}*g]", "scales": "u8[s g]", "rows": "i64[b t n]"},
+        share=0.9,
     )
 
 

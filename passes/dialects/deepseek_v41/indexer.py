@@ -97,7 +97,9 @@ def _inputs(rows: str) -> dict[str, str]:
 
 
 _SCALARS = {"scale": 0.12347, "top_k": 113}
-_MASKS = frozenset({torch.ops.aten.ge.Tensor, torch.ops.aten.bitwise_not.default, torch.ops.aten.arange.start_step})  # one mask may serve several layers
+_MASKS = frozenset(
+    {torch.ops.aten.ge.Tensor, torch.ops.aten.bitwise_not.default, torch.ops.aten.arange.start_step}
+)  # one mask may serve several layers
 _BLOCKS = {**_SCALARS, "blocks": 127, "block_size": 131}
 
 _BASE = (

@@ -39,18 +39,29 @@ def _inverse(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _patterns() -> tuple[Pattern, ...]:
     made = []
     # the inverse first: it contains the forward rotation
-    for name, search, whole, replace in (("inverse", _back, _back_all, _inverse), ("rope", _rotate, _rotate_all, _rope)):
+    for name, search, whole, replace in (
+        ("inverse", _back, _back_all, _inverse),
+        ("rope", _rotate, _rotate_all, _rope),
+    ):
         for heads, x_dims, table in (("rows", "b t", "b t"), ("heads", "b t h", "b t 1")):
             tables = {"cos": f"f32[{table} r]", "sin": f"f32[{table} r]"}
             made.append(
                 Pattern(
-                    f"rope.pairs.{name}.{heads}", "rope", "deepseek_v41", search, replace,
+                    f"rope.pairs.{name}.{heads}",
+                    "rope",
+                    "deepseek_v41",
+                    search,
+                    replace,
                     inputs={"x": f"act[{x_dims} p+2*r]", **tables},
                 )  # fmt: skip
             )
             made.append(
                 Pattern(
-                    f"rope.pairs.{name}.{heads}.whole", "rope", "deepseek_v41", whole, replace,
+                    f"rope.pairs.{name}.{heads}.whole",
+                    "rope",
+                    "deepseek_v41",
+                    whole,
+                    replace,
                     inputs={"x": f"act[{x_dims} 2*r]", **tables},
                 )  # fmt: skip
             )

@@ -1,4 +1,4 @@
-"""Patterns for batches or steps of one: `torch.einsum` leaves axes of size 1 out, so its trace looks different there."""
+"""Patterns for batches or steps of one: `torch.einsum` leaves axes of size 1 out, so its trace looks different."""
 
 from __future__ import annotations
 

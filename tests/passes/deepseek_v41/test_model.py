@@ -80,7 +80,9 @@ def test_results_are_unchanged(rewritten: Rewritten) -> None:
             assert torch.equal(before, after)
         else:
             # the same roundings in bf16; another order of sums in fp32
-            torch.testing.assert_close(after, before, rtol=2e-4 if rewritten.dtype == torch.float32 else 2e-2, atol=2e-4)
+            torch.testing.assert_close(
+                after, before, rtol=2e-4 if rewritten.dtype == torch.float32 else 2e-2, atol=2e-4
+            )
 
 
 def test_attention_reads_packed_rows_and_rotates_inside(rewritten: Rewritten) -> None:
@@ -93,7 +95,10 @@ def test_attention_reads_packed_rows_and_rotates_inside(rewritten: Rewritten) ->
             assert comp_format == ("fp4_g16_e4m3" if node.args[5] is not None else "none")
     assert seen == CONFIG.num_hidden_layers
     left = Counter(
-        str(node.target) for sub in subgraphs(rewritten.graph) for node in sub.gm.graph.nodes if node.op == "call_function"
+        str(node.target)
+        for sub in subgraphs(rewritten.graph)
+        for node in sub.gm.graph.nodes
+        if node.op == "call_function"
     )
     assert not left["aten.bmm.default"] and not left["aten._softmax.default"] and not left["aten.topk.default"]
 
