@@ -118,18 +118,21 @@ def _warn_before_recompile_limit(entry: report.GraphReport) -> None:
     if recompiles is not None and recompiles + 2 >= limit:
         message = (
             f"this function has been compiled {recompiles + 1} times; at {limit} "
-            "(torch._dynamo.config.recompile_limit) Dynamo stops compiling it and runs it eagerly. Use a static cache (for transformers: "
-            "dscompile.integrations.transformers.StaticV4Cache) or mark changing sizes with torch._dynamo.mark_dynamic"
+            "(torch._dynamo.config.recompile_limit) Dynamo stops compiling it and runs it eagerly. Use a static cache "
+            "(for transformers: dscompile.integrations.transformers.StaticV4Cache) or mark changing sizes with "
+            "torch._dynamo.mark_dynamic"
         )
         warnings.warn(message, DscompileWarning, stacklevel=3)
         entry.notes.append(message)
 
 
 def _describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """The inputs that are neither parameters nor buffers, shortly: dtype and shape of the first few."""
-    shown = []
-    for name, value in zip(capture.placeholder_names(gm), example_inputs, strict=False):
-        if isinstance(value, torch.Tensor) and "." not in name and not isinstance(value, torch.nn.Parameter):
+    """The inputs of the call, shortly: name, dtype and shape of the first few tensors."""
+    names, shown = capture.placeholder_names(gm), []
+    for position in capture.argument_positions(gm):
+        value = example_inputs[position]
+        if isinstance(value, torch.Tensor):
             shape = "x".join(str(size) for size in value.shape)
+            name = names[position].rsplit(".", 1)[-1]
             shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')} {shape or 'scalar'}")
     return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")

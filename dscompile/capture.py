@@ -56,6 +56,17 @@ def placeholder_names(gm: fx.GraphModule) -> list[str]:
     return names
 
 
+def argument_positions(gm: fx.GraphModule) -> list[int]:
+    """Positions of the inputs that the user hands in with each call: no parameters, no buffers."""
+    positions = []
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = _source_name(source) if source is not None else str(node.target)
+        if not re.search(r"_(?:modules|parameters|buffers)\b", name):
+            positions.append(position)
+    return positions
+
+
 def _source_name(source: Any) -> str:
     name = source.name
     return str(name() if callable(name) else name)

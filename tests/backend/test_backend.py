@@ -1,0 +1,164 @@
+"""The backend as a user meets it: entry point, options, unchanged graphs, reports, verification, dumps."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dscompile
+from dscompile.backend import DscompileWarning
+from dscompile.options import OptionError
+from dscompile.verify import VerificationError
+
+EAGER = {"inductor": False}
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    h = x.float()
+    return (weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
+class Stack(nn.Module):
+    """Norms between linear layers: something to recognise in every layer."""
+
+    def __init__(self, layers: int = 2, width: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.weights = nn.ParameterList(torch.rand(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, weight in zip(self.layers, self.weights, strict=True):
+            x = layer(rms_norm(x, weight))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, x: Tensor, **options: object) -> tuple[Tensor, dscompile.Report]:
+    with dscompile.collect() as report, torch.no_grad():
+        return torch.compile(model, backend="dsv4", options={**EAGER, **options})(x), report
+
+
+def test_the_entry_point_needs_no_import() -> None:
+    assert "dsv4" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_recognises_and_equals_eager() -> None:
+    model, x = Stack().eval(), torch.randn(3, 12)
+    out, report = compiled(model, x)
+    torch.testing.assert_close(out, model(x))
+    assert report.counts() == {"norm": 2}
+    assert "x: float32 3x12" in report.graphs[0].inputs
+    assert {match.family for match in report.graphs[0].matches} == {"norm"}
+    assert all("test_backend.py" in match.source for match in report.graphs[0].matches)
+
+
+def test_nothing_to_recognise_is_said_and_left_alone() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()).eval(), torch.randn(2, 4)
+    out, report = compiled(model, x, strict=True)
+    torch.testing.assert_close(out, model(x))
+    assert report.counts() == {} and "nothing matched" in str(report)
+
+
+def test_gradients_are_left_to_inductor_with_a_warning() -> None:
+    model, x = Stack(), torch.randn(3, 12)
+    with pytest.warns(DscompileWarning, match="require gradients"), dscompile.collect() as report:
+        out = torch.compile(model, backend="dsv4", options=EAGER)(x)
+    torch.testing.assert_close(out, model(x))
+    out.sum().backward()
+    assert model.layers[0].weight.grad is not None
+    assert report.counts() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strct": True}, "did you mean 'strict'"),
+        ({"disable": ("nom",)}, "unknown pass 'nom'.*'norm'"),
+        ({"verify": "yes"}, "verify"),
+        ({"target": "sm_90"}, "sm_90"),
+    ],
+)
+def test_bad_options_name_what_is_allowed(options: dict[str, object], message: str) -> None:
+    with pytest.raises(Exception, match=message) as caught:
+        compiled(Stack().eval(), torch.randn(3, 12), **options)
+    assert isinstance(caught.value, OptionError) or "OptionError" in str(caught.value)
+
+
+def test_passes_can_be_switched_off() -> None:
+    assert compiled(Stack().eval(), torch.randn(3, 12), disable=("norm",))[1].counts() == {}
+
+
+def test_a_report_can_be_written_in_three_forms(tmp_path: Path) -> None:
+    _, report = compiled(Stack().eval(), torch.randn(3, 12), report=str(tmp_path / "live.json"))
+    assert json.loads((tmp_path / "live.json").read_text())["graphs"][-1]["counts"] == {"norm": 2}
+    for name in ("r.json", "r.html", "r.txt"):
+        report.write(tmp_path / "deep" / name)
+    assert "<table>" in (tmp_path / "deep" / "r.html").read_text()
+    assert "rms_norm.fp32" in (tmp_path / "deep" / "r.txt").read_text()
+
+
+def test_every_pass_can_be_dumped_with_its_difference(tmp_path: Path) -> None:
+    compiled(Stack().eval(), torch.randn(3, 12), dump_dir=str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "00_captured.txt").is_file()
+    (difference,) = folder.glob("*_norm.diff")
+    assert "+" in difference.read_text() and "dsv4.rms_norm" in difference.read_text()
+
+
+def test_verification_passes_and_catches_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Stack().eval(), torch.randn(3, 12)
+    out, report = compiled(model, x, verify=True)
+    assert any("verified" in note for note in report.graphs[0].notes)
+
+    from dscompile.passes.dialects.common import norm
+
+    def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.ops.dsv4.rms_norm(x, weight, eps + 0.5, "fp32")
+
+    object.__setattr__(norm.RMS_NORM_FP32, "replace", wrong)
+    monkeypatch.setattr(norm, "RMS_NORM_FP32", norm.RMS_NORM_FP32)
+    try:
+        torch._dynamo.reset()
+        with pytest.raises(VerificationError, match=r"output 0 differs.*first wrong after: pass norm"):
+            compiled(model, x, verify=True)
+    finally:
+        object.__setattr__(norm.RMS_NORM_FP32, "replace", norm._replace_fp32)
+
+
+def test_a_warning_comes_before_the_recompile_limit() -> None:
+    def grow(x: Tensor) -> Tensor:
+        return x * len(x.shape) + x.shape[0]
+
+    with torch._dynamo.config.patch(recompile_limit=4, automatic_dynamic_shapes=False), warnings.catch_warnings(
+        record=True
+    ) as caught:
+        warnings.simplefilter("always")
+        function = torch.compile(grow, backend="dsv4", options=EAGER, dynamic=False)
+        for size in range(2, 6):
+            function(torch.ones(size))
+    messages = [str(w.message) for w in caught if issubclass(w.category, DscompileWarning)]
+    assert any("recompile_limit" in message and "StaticV4Cache" in message for message in messages)
+
+
+def test_explain_reports_without_inductor() -> None:
+    report = dscompile.explain(Stack().eval(), torch.randn(3, 12))
+    assert report.counts() == {"norm": 2}
+    assert report.graphs[0].compile_seconds == 0.0
+
+
+@pytest.mark.slow
+def test_through_inductor() -> None:
+    model, x = Stack().eval(), torch.randn(3, 12)
+    out, report = compiled(model, x, inductor=True)
+    torch.testing.assert_close(out, model(x))
+    assert report.graphs[0].compile_seconds > 0
