@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import pkgutil
 from collections.abc import Collection
 
 import dscompile.ops  # noqa: F401 - registers what the patterns put into graphs
@@ -56,7 +55,7 @@ def _family(family: str) -> tuple[tuple[Pattern, ...], tuple[Pass, ...]]:
     """All dialects' patterns and passes for one family."""
     patterns: list[Pattern] = []
     passes: list[Pass] = []
-    for package in sorted(info.name for info in pkgutil.iter_modules(dialects.__path__) if info.ispkg):
+    for package in dialects.ORDER:
         name = f"{dialects.__name__}.{package}.{family}"
         if importlib.util.find_spec(name) is None:
             continue

@@ -1,0 +1,29 @@
+"""Blocks of rows written along the second axis of a buffer, as the overlap of two token groups is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dscompile.passes.engine import Pattern
+
+
+def _search(pool: Tensor, slots: Tensor, blocks: Tensor) -> Tensor:
+    return torch.ops.aten.index_put(pool, [None, slots], blocks)
+
+
+def _replace(pool: Tensor, slots: Tensor, blocks: Tensor) -> Tensor:
+    """A block is one long row; a negative slot counts from the end, which `store_rows` would skip."""
+    batch, places = pool.shape[:2]
+    slots = torch.where(slots < 0, slots + places, slots)
+    slots = (torch.arange(batch, device=slots.device).unsqueeze(1) * places + slots).reshape(-1)
+    torch.ops.dsv4.store_rows(pool.view(batch * places, -1), blocks.reshape(slots.shape[0], -1), slots)
+    return pool
+
+
+STORE_BLOCKS = Pattern(
+    name="store_rows.blocks", family="store", dialect="transformers_v4", search=_search, replace=_replace,
+    inputs={"pool": "act[b s r w]", "slots": "i64[n]", "blocks": "act[b n r w]"},
+)  # fmt: skip
+
+PATTERNS = (STORE_BLOCKS,)
