@@ -80,7 +80,13 @@ def test_three_graphs_without_marks(
     make_model: Callable[..., Model], feed: Callable[..., Tensor], backend: Counting
 ) -> None:
     model = make_model(
-        num_hidden_layers=2, kv_source_layer_ids=(1,), index_source_layer_ids=(1,), candidate_source_layer_id=None
+        hc_sinkhorn_iters=1,
+        num_hidden_layers=1,
+        compress_ratios=(2,),
+        kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0,),
+        candidate_source_layer_id=None,
+        engram_layer_ids=(),
     )
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for length in (5, 9, 2):
@@ -99,6 +105,7 @@ def test_layers_of_a_kind_share_a_region(make_model: Callable[..., Model], backe
         candidate_source_layer_id=None,
         engram_layer_ids=(),
         dtype=torch.bfloat16,
+        weights="packed",
     )
     ids, positions = torch.randint(0, 64, (1, 9)), torch.arange(9).unsqueeze(0)
     mine, theirs = model.new_cache(1, 16), model.new_cache(1, 16)
