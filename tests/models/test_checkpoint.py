@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dscompile.formats import FORMATS
 from dscompile.models.deepseek_v41 import CheckpointError, DeepseekV41Config, DeepseekV41ForCausalLM
-from dscompile.models.deepseek_v41.checkpoint_names import release_name
+from dscompile.models.deepseek_v41.checkpoint_names import release_name, stored_tensors
 from dscompile.models.deepseek_v41.config_names import FLAT_NAMES
 from dscompile.models.deepseek_v41.engram import EngramTable
 from dscompile.models.deepseek_v41.linear import Linear
@@ -198,3 +198,17 @@ def test_progress_bar_goes_to_stderr(source: Model, plain: Path, capsys: pytest.
     Model.from_pretrained(plain, token_map=token_map(source))
     printed = capsys.readouterr()
     assert printed.out == "" and "safetensors" in printed.err
+
+
+def test_released_tensor_count() -> None:
+    """The release has 93,418 tensors outside its vision and draft parts; 40 of them are the vision router biases."""
+    with torch.device("meta"):
+        model = Model(DeepseekV41Config(), dtype=torch.bfloat16, weights="packed", random=False)
+    names = set()
+    for name, stored in stored_tensors(model).items():
+        kept_plain = any(part in name for part in PLAIN_LINEAR)
+        dtype = next((d for d in ("F8_E4M3", "I8") if d in stored.shapes and not kept_plain), "BF16")
+        _, scale = stored.shapes[dtype]
+        names |= {name} if scale is None else {name, stored.scale_name}
+    assert len(names) == 93_418 - 40
+    assert "layers.14.engram.embed.scale" in names and "layers.39.ffn.experts.383.w2.scale" in names
