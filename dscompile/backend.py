@@ -49,6 +49,7 @@ def dsv4(
     entry.nodes_before = len(gm.graph.nodes)
     if capture.needs_gradients(example_inputs):
         return _leave_unchanged(gm, example_inputs, settings, entry)
+    capture.specialise_module_floats(gm)
     names = capture.placeholder_names(gm)
     started = time.perf_counter()
 

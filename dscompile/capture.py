@@ -42,6 +42,27 @@ def needs_gradients(example_inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
 
+def specialise_module_floats(gm: fx.GraphModule) -> None:
+    """Makes float attributes of modules constants again, with a guard each.
+
+    `torch.compile(dynamic=True)` turns every float that a module holds (an epsilon, a softmax scale) into an input,
+    which no pattern can tell from data. Floats that the user passes as arguments stay inputs.
+    """
+    for item in gm.graph.find_nodes(op="call_method", target="item"):
+        source, value = item.args[0], item.meta.get("example_value")
+        if isinstance(value, torch.SymFloat) and _is_module_attribute(source):
+            item.replace_all_uses_with(float(value))  # adds the guard
+            gm.graph.erase_node(item)
+    gm.recompile()
+
+
+def _is_module_attribute(node: fx.Node) -> bool:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    kind = getattr(source, "guard_source", None)
+    kind = kind() if callable(kind) else kind
+    return kind is not None and kind.is_unspecialized_nn_module()
+
+
 def placeholder_names(gm: fx.GraphModule) -> list[str]:
     """The user's name of every graph input, such as `layers.3.attn.wq_a.weight`, in order.
 
