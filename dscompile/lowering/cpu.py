@@ -11,6 +11,7 @@ ATen ops that have a template (the product of a few rows with a weight) are repl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from dscompile import compat
+from dscompile.lowering import products
 from dscompile.lowering.template import Choice, CpuTemplate, LoweringRecord, choose, cpu_templates
 from dscompile.ops import NAMESPACE, OPS
 from dscompile.templates.cpu.memory import keep_freed_blocks
@@ -72,9 +74,30 @@ def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[Lowerin
                 records.append(record)
                 changed = True
         if changed:
+            records = _merge(graph_module, records)
             graph_module.graph.lint()
             graph_module.recompile()
     return records
+
+
+def _merge(gm: fx.GraphModule, records: list[LoweringRecord]) -> list[LoweringRecord]:
+    """Join products of one factor, and say so in their records."""
+    product = getattr(torch.ops, CPU_NAMESPACE).mm.default if "mm" in _registered else None
+    merged = products.merge_products(gm.graph, product, _merged_op()) if product is not None else set()
+    return [
+        replace(r, template="mm_many", reason="joined with products of the same factor") if r.node in merged else r
+        for r in records
+    ]
+
+
+def _merged_op() -> torch._ops.OpOverload:
+    if "mm_many" not in _registered:
+        _LIBRARY.define(products.SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+        _LIBRARY.impl("mm_many", products.FN, "CompositeExplicitAutograd")
+        compat.register_fake(_LIBRARY, f"{CPU_NAMESPACE}::mm_many", products.fake)
+        _registered.add("mm_many")
+    op: torch._ops.OpOverload = getattr(torch.ops, CPU_NAMESPACE).mm_many.default
+    return op
 
 
 def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:

@@ -7,6 +7,8 @@ that gets packed), or takes plain dot products below four rows.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,30 @@ def few_rows(x: Tensor, w: Tensor) -> Tensor | None:
         x.data_ptr(), 0, x.stride(0), w.data_ptr(), 0, w.stride(0), 1, m, x.shape[1], n,
         out.data_ptr(), 0, n, native.threads(),
     )  # fmt: skip
+    return out
+
+
+def mm_many(self: Tensor, mat2: list[Tensor]) -> list[Tensor]:
+    """self [m, K] times each of the transposed weights [K, n_i], in one call: [m, n_i]."""
+    fits = (
+        self.dim() == 2
+        and self.shape[0] <= MAX_ROWS.get(self.dtype, 0)
+        and self.stride(1) == 1
+        and all(
+            w.dim() == 2 and w.shape[0] == self.shape[1] and w.dtype == self.dtype and w.stride(0) == 1 for w in mat2
+        )
+    )
+    kernel = native.function("linear", "linear_many", "pqqqqpi", self.dtype) if fits else None
+    if kernel is None:
+        return [mm(self, w) for w in mat2]
+    rows = self.shape[0]
+    out = [self.new_empty((rows, w.shape[1])) for w in mat2]
+    factors: list[int] = []
+    for w, y in zip(mat2, out, strict=True):
+        settle(w)
+        factors += (w.data_ptr(), w.stride(1), w.shape[1], y.data_ptr())
+    table = struct.pack(f"={len(factors)}q", *factors)
+    kernel(self.data_ptr(), self.stride(0), rows, self.shape[1], len(mat2), table, native.threads())
     return out
 
 

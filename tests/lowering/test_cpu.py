@@ -11,6 +11,7 @@ from dscompile.lowering import CpuTemplate, LoweringRecord, lower_graph
 from dscompile.lowering import cpu as cpu_lowering
 from dscompile.lowering.template import choose, cpu_templates
 from dscompile.ops import OPS
+from dscompile.templates.cpu.linear import MAX_ROWS
 
 dsv4 = torch.ops.dsv4
 
@@ -137,8 +138,13 @@ def test_products_of_few_rows_are_replaced_where_that_is_faster() -> None:
         return torch.mm(x, w.t())
 
     weight = torch.randn(24, 64).bfloat16()
-    for rows, dtype, replaced in ((1, torch.bfloat16, True), (64, torch.bfloat16, True), (65, torch.bfloat16, False),
-                                  (1, torch.float32, False)):  # fmt: skip
+    most = MAX_ROWS[torch.bfloat16]
+    for rows, dtype, replaced in (
+        (1, torch.bfloat16, True),
+        (most, torch.bfloat16, True),
+        (most + 1, torch.bfloat16, False),
+        (1, torch.float32, False),
+    ):
         x, w = torch.randn(rows, 64).to(dtype), weight.to(dtype)
         gm = traced(product, x, w)
         records = lower_graph(gm)
@@ -147,6 +153,37 @@ def test_products_of_few_rows_are_replaced_where_that_is_faster() -> None:
         torch.testing.assert_close(gm(x, w).float(), x.float() @ w.float().t(), rtol=2e-2, atol=6e-2)
     gm = traced(torch.mm, torch.randn(2, 64).bfloat16(), torch.randn(64, 24).bfloat16())
     assert lower_graph(gm) == []  # the second factor is no transposed weight
+
+
+def test_products_of_one_factor_are_joined() -> None:
+    def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.mm(x, a.t())
+        second = torch.mm(torch.relu(first), c.t())
+        return first, second, torch.mm(x, b.permute(1, 0)), torch.mm(x, torch.exp(b).t())
+
+    inputs = tuple(torch.randn(*shape).bfloat16() / 8 for shape in ((3, 64), (24, 64), (40, 64), (32, 24)))
+    gm = traced(block, *inputs)
+    expected = gm(*inputs)
+    records = lower_graph(gm)
+    # exp(b) is computed after the first product, so that one cannot join.
+    assert [r.template for r in records] == ["mm_many", "mm", "mm_many", "mm"]
+    assert called(gm).count("dsv4_cpu.mm_many.default") == 1
+    for have, want in zip(gm(*inputs), expected, strict=True):
+        torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
+
+
+def test_products_with_a_weight_that_changes_are_not_joined() -> None:
+    def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.mm(x, a.t())
+        b.mul_(2)
+        return first, torch.mm(x, b.t())
+
+    x, a, b = torch.randn(1, 64).bfloat16(), torch.randn(24, 64).bfloat16(), torch.randn(24, 64).bfloat16()
+    gm = traced(block, x, a, b)
+    expected = gm(x, a, b.clone())
+    assert [r.template for r in lower_graph(gm)] == ["mm", "mm"]
+    for have, want in zip(gm(x, a, b.clone()), expected, strict=True):
+        torch.testing.assert_close(have, want, rtol=2e-2, atol=0.1)
 
 
 def test_mutating_ops_inside_functionalisation_are_retargeted() -> None:
