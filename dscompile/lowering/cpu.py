@@ -68,6 +68,7 @@ def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[Lowerin
     records = []
     for graph_module in _graph_modules(gm):
         changed = False
+        _sort_choices_by_index(graph_module.graph)
         for node in list(graph_module.graph.nodes):
             record = _lower_node(graph_module, node)
             if record is not None:
@@ -78,6 +79,30 @@ def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[Lowerin
             graph_module.graph.lint()
             graph_module.recompile()
     return records
+
+
+# Users of a choice of rows to whom its order means nothing, with the position of the indices among their arguments.
+_ORDER_FREE = {"sparse_attention": 6, "unpack_used": 1}
+
+
+def _sort_choices_by_index(graph: fx.Graph) -> None:
+    """Let `index_topk` return rising indices where only the set of them matters.
+
+    Then a query that sees no more rows than it may choose needs no scores, and runs of rows are read as runs.
+    """
+    for node in graph.nodes:
+        found = _op_of(node)
+        if found != ("index_topk", False) or len(node.args) < 9 or node.args[8]:
+            continue
+        if node.users and all(_order_free(user, node) for user in node.users):
+            node.args = (*node.args[:8], True)
+
+
+def _order_free(user: fx.Node, choice: fx.Node) -> bool:
+    found = _op_of(user)
+    if found is None or found[1] or found[0] not in _ORDER_FREE:
+        return False
+    return [i for i, value in enumerate(user.args) if value is choice] == [_ORDER_FREE[found[0]]]
 
 
 def _merge(gm: fx.GraphModule, records: list[LoweringRecord]) -> list[LoweringRecord]:

@@ -180,6 +180,12 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def angles(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """cos and sin as a kernel for elements of `dtype` reads them: contiguous; and 1 if fp32, 0 if of `dtype`."""
+    kept = dtype if cos.dtype == sin.dtype == dtype else torch.float32
+    return plain(cos, kept), plain(sin, kept), int(kept == torch.float32)
+
+
 def threads() -> int:
     """How many threads a kernel may use: PyTorch's own number."""
     return torch.get_num_threads()

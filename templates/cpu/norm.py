@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import struct
 
-import torch
 from torch import Tensor
 
 from dscompile.ops import OPS
 from dscompile.templates.cpu import native
-from dscompile.templates.cpu.native import ELEMENT, plain
+from dscompile.templates.cpu.native import ELEMENT
 from dscompile.templates.cpu.record import CpuTemplate
 
-_PROBLEM = struct.Struct("=19q")
+_PROBLEM = struct.Struct("=20q")
 _AXES = 4
 
 
@@ -40,13 +39,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         return reference
     if x.stride(-1) != 1:
         x = x.contiguous()
-    cos, sin = plain(cos, torch.float32), plain(sin, torch.float32)
+    cos, sin, wide = native.angles(cos, sin, x.dtype)
     out = x.new_empty(x.shape)
     pad, cos_pad = _AXES + 1 - x.dim(), _AXES + 1 - cos.dim()
     cos_steps = [0 if size == 1 else step for size, step in zip(cos.shape[:-1], cos.stride()[:-1])]
     problem = _PROBLEM.pack(
         x.data_ptr(), *[1] * pad, *x.shape[:-1], *[0] * pad, *x.stride()[:-1], *[0] * cos_pad, *cos_steps,
-        cos.data_ptr(), sin.data_ptr(), x.shape[-1], cos.shape[-1], int(inverse), out.data_ptr(),
+        cos.data_ptr(), sin.data_ptr(), wide, x.shape[-1], cos.shape[-1], int(inverse), out.data_ptr(),
     )  # fmt: skip
     kernel(problem, native.threads())
     return out

@@ -144,7 +144,7 @@ def norm_rope_store(
         and pool.shape[1] * pool.element_size() == row_bytes(format, x.shape[1], x.dtype)
         and pool.dtype == (x.dtype if format == PLAIN else torch.uint8)
     )
-    kernel = native.function("rows", "rows_make", "ppqqqpfppqpi", x.dtype) if fits else None
+    kernel = native.function("rows", "rows_make", "ppqqqpfppiqpi", x.dtype) if fits else None
     if kernel is None:
         reference: Tensor = OPS["norm_rope_store"].reference(pool, x, weight, cos, sin, slots, eps, format)
         return reference
@@ -152,11 +152,11 @@ def norm_rope_store(
     if x.stride(1) != 1:
         x = x.contiguous()
     weight = None if weight is None else plain(weight, torch.float32)
-    cos, sin = plain(cos, torch.float32), plain(sin, torch.float32)
+    cos, sin, wide = native.angles(cos, sin, x.dtype)
     rows = pool.new_empty((count, pool.shape[1]))
     kernel(
         format_pointer(format, dim, x.dtype), x.data_ptr(), x.stride(0), count, dim,
-        pointer(weight), eps, cos.data_ptr(), sin.data_ptr(), cos.shape[1], rows.data_ptr(), native.threads(),
+        pointer(weight), eps, cos.data_ptr(), sin.data_ptr(), wide, cos.shape[1], rows.data_ptr(), native.threads(),
     )  # fmt: skip
     if not (_storable(pool, rows, slots) and _write(pool, rows, slots, x.dtype)):
         OPS["store_rows"].reference(pool, rows, slots)

@@ -20,7 +20,7 @@ from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 from dscompile.templates.cpu.rows import unpack_rows
 
-_PROBLEM = struct.Struct("=30qd")
+_PROBLEM = struct.Struct("=31qd")
 
 
 def _rows_fit(rows: Tensor, format: str, q: Tensor) -> bool:
@@ -122,9 +122,9 @@ def _launch(
         comp_batch, comp_row = comp_kv.stride(0) * comp_kv.element_size(), comp_kv.stride(1) * comp_kv.element_size()
         layouts |= 2 * int(many and comp_format == PLAIN and comp_count > 0)
     sink = None if sink is None else plain(sink, torch.float32)
-    half = cos_data = sin_data = 0
+    half = cos_data = sin_data = wide = 0
     if cos is not None and sin is not None:
-        cos, sin = plain(cos, torch.float32), plain(sin, torch.float32)
+        cos, sin, wide = native.angles(cos, sin, q.dtype)
         half, cos_data, sin_data = cos.shape[2], cos.data_ptr(), sin.data_ptr()
     problem = _PROBLEM.pack(
         q.data_ptr(), *q.stride()[:3], batch, tokens, heads, dim, window, picks, half, int(rope_q),
@@ -132,7 +132,7 @@ def _launch(
         window_kv.stride(1) * window_kv.element_size(), window_kv.shape[1], format_pointer(window_format, dim, q.dtype),
         comp_data, comp_batch, comp_row, comp_count, format_pointer(comp_format, dim, q.dtype),
         q_pos.data_ptr(), window_start.data_ptr(), idx_data, vis_data, 0 if sink is None else sink.data_ptr(),
-        cos_data, sin_data, out.data_ptr(), scale,
+        cos_data, sin_data, wide, out.data_ptr(), scale,
     )  # fmt: skip
     return None if kernel(problem, layouts, native.threads()) else out
 

@@ -186,6 +186,29 @@ def test_products_with_a_weight_that_changes_are_not_joined() -> None:
         torch.testing.assert_close(have, want, rtol=2e-2, atol=0.1)
 
 
+def test_choices_are_sorted_where_only_the_set_matters() -> None:
+    def block(q: torch.Tensor, kv: torch.Tensor, weights: torch.Tensor, pos: torch.Tensor, start: torch.Tensor):
+        idx = dsv4.index_topk(q, kv, weights, pos + 1, None, 3, 1.0, "none", False)
+        out = dsv4.sparse_attention(
+            q, kv, pos, start, 4, kv, idx, None, None, 1.0, None, None, False, "none", "none"
+        )  # fmt: skip
+        return out, dsv4.index_topk(q, kv, weights, pos, None, 3, 1.0, "none", False)
+
+    inputs = (
+        torch.randn(1, 6, 2, 32),
+        torch.randn(1, 6, 32),
+        torch.randn(1, 6, 2),
+        torch.arange(6)[None],
+        torch.zeros(1, dtype=torch.long),
+    )
+    gm = traced(block, *inputs)
+    expected = gm(*inputs)
+    lower_graph(gm)
+    assert [n.args[8] for n in gm.graph.nodes if "index_topk" in str(n.target)] == [True, False]
+    for have, want in zip(gm(*inputs), expected, strict=True):
+        torch.testing.assert_close(have, want)
+
+
 def test_mutating_ops_inside_functionalisation_are_retargeted() -> None:
     pool, rows, slots = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(2, 8, dtype=torch.uint8), torch.tensor([2, -1])
     seen: dict[str, list[str]] = {}
