@@ -19,9 +19,10 @@ from dscompile.passes.dialects.transformers_v4.masks import Limit, Selection, Wi
 from dscompile.passes.dialects.transformers_v4.rebuild import RebuildMasks
 from dscompile.passes.dialects.transformers_v4.values import Values
 from dscompile.passes.engine import Match, Pattern, Reject, Structural
-from dscompile.passes.engine.fxutil import bound_args, same_size
+from dscompile.passes.engine.fxutil import bound_args, same_shape, same_size
+from dscompile.passes.engine.graphs import strip_views
 from dscompile.passes.engine.normalise import refresh_nodes
-from dscompile.passes.engine.optable import CAST, COPIES, PERMUTE
+from dscompile.passes.engine.optable import CAST, COPIES, PERMUTE, RESHAPE
 
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 
@@ -124,9 +125,7 @@ def _replace(gm: GraphModule, match: Match) -> Reject | None:
         back = None
     query = match.inputs["q"]
     forward = _rotation(query, False)
-    if forward is not None and (back is None or (forward.cos, forward.sin) != (back.cos, back.sin)):
-        forward = None
-    if forward is not None and len(query.users) > 1:
+    if forward is not None and (back is None or len(query.users) > 1 or not _same_tables(forward, back)):
         forward = None
     q = query if forward is None else forward.x
     old = out if back is None else back.node
@@ -139,6 +138,11 @@ def _replace(gm: GraphModule, match: Match) -> Reject | None:
         _erase_between(old, out)
     refresh_nodes(gm.graph, users, new.meta["val"].fake_mode)
     return None
+
+
+def _same_tables(a: _Rotation, b: _Rotation) -> bool:
+    pairs = [[strip_views(t, (RESHAPE,)) for t in tables] for tables in ((a.cos, b.cos), (a.sin, b.sin))]
+    return all(x is y for x, y in pairs) and same_shape(a.cos.meta["val"].shape, b.cos.meta["val"].shape)
 
 
 def _same_time(out: Node, back: _Rotation) -> bool:

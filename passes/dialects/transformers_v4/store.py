@@ -21,9 +21,16 @@ def _replace(pool: Tensor, slots: Tensor, blocks: Tensor) -> Tensor:
     return pool
 
 
-STORE_BLOCKS = Pattern(
-    name="store_rows.blocks", family="store", dialect="transformers_v4", search=_search, replace=_replace,
-    inputs={"pool": "act[b s r w]", "slots": "i64[n]", "blocks": "act[b n r w]"},
-)  # fmt: skip
+def _pattern(name: str, batch: str, slots: str, blocks: str) -> Pattern:
+    return Pattern(
+        name=f"store_rows.{name}", family="store", dialect="transformers_v4", search=_search, replace=_replace,
+        inputs={"pool": f"act[{batch} s r w]", "slots": f"i64[{slots}]", "blocks": f"act[{blocks}]"},
+    )  # fmt: skip
 
-PATTERNS = (STORE_BLOCKS,)
+
+#: An assignment drops leading axes of size 1 from what it writes.
+PATTERNS = (
+    _pattern("blocks", "b", "n", "b n r w"),
+    _pattern("blocks.one_sequence", "1", "n", "n r w"),
+    _pattern("blocks.one_block", "1", "1", "r w"),
+)
