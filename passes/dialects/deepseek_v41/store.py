@@ -23,7 +23,8 @@ def _put(pool: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
 
 
 def _wrapped(slots: Tensor, capacity: int) -> Tensor:
-    return torch.where(slots < 0, slots + capacity, slots)
+    """A slot below -capacity stays what it is: the operation refuses it, as indexing does."""
+    return torch.where((slots < 0) & (slots >= -capacity), slots + capacity, slots)
 
 
 def _store(pool: Tensor, slots: Tensor, rows: Tensor) -> Tensor:

@@ -13,10 +13,14 @@ def _search(pool: Tensor, slots: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _replace(pool: Tensor, slots: Tensor, blocks: Tensor) -> Tensor:
-    """A block is one long row; a negative slot counts from the end, which `store_rows` would skip."""
+    """A block is one long row; a negative slot counts from the end, which `store_rows` would skip.
+
+    A slot out of range must not reach the places of another sequence: it becomes one behind all of them, an error.
+    """
     batch, places = pool.shape[:2]
-    slots = torch.where(slots < 0, slots + places, slots)
-    slots = (torch.arange(batch, device=slots.device).unsqueeze(1) * places + slots).reshape(-1)
+    first = torch.arange(batch, device=slots.device).unsqueeze(1) * places
+    place = first + torch.where(slots < 0, slots + places, slots)
+    slots = torch.where((slots >= -places) & (slots < places), place, batch * places).reshape(-1)
     torch.ops.dsv4.store_rows(pool.view(batch * places, -1), blocks.reshape(slots.shape[0], -1), slots)
     return pool
 
