@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dscompile.passes.dialects.common.splice import splice
+from dscompile.passes.dialects.transformers_v4.layout import SWAP, TokensFirst, is_swap
 from dscompile.passes.dialects.transformers_v4.masks import Limit, Selection, WindowMask, row_mask, window_mask
 from dscompile.passes.dialects.transformers_v4.rebuild import RebuildMasks
 from dscompile.passes.dialects.transformers_v4.values import Values
 from dscompile.passes.engine import Match, Pattern, Reject, Structural
-from dscompile.passes.engine.fxutil import bound_args, same_shape, same_size
-from dscompile.passes.engine.graphs import strip_views
+from dscompile.passes.engine.fxutil import bound_args, emit, fake_mode, same_size
 from dscompile.passes.engine.normalise import refresh_nodes
 from dscompile.passes.engine.optable import CAST, COPIES, PERMUTE, RESHAPE
 
@@ -86,63 +86,86 @@ def _pads_rows(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Rotation:
-    """A rotation by tables cos, sin [b or 1, 1, T, r] of something with heads in front of tokens."""
+    """A rotation of x, [B, T, H, D] if `tokens_first`, else [B, H, T, D], by one row of cos and sin for each token."""
 
     node: Node
     x: Node
     cos: Node
     sin: Node
+    tokens_first: bool
 
 
-def _rotation(node: Node, inverse: bool) -> _Rotation | None:
+def _rotation(node: Node, inverse: bool, tokens_first: bool) -> _Rotation | None:
     if node.target is not dsv4.rope.default or bound_args(node)["inverse"] is not inverse:
         return None
     x, cos, sin = node.args[:3]
     shape = cos.meta["val"].shape  # type: ignore[union-attr]
-    return _Rotation(node, x, cos, sin) if len(shape) == 4 and same_size(shape[1], 1) else None  # type: ignore[arg-type]
+    heads, tokens = (2, 1) if tokens_first else (1, 2)
+    fits = len(shape) == 4 and same_size(shape[heads], 1)
+    if not fits or not same_size(shape[tokens], x.meta["val"].shape[tokens]):  # type: ignore[union-attr]
+        return None
+    return _Rotation(node, x, cos, sin, tokens_first)  # type: ignore[arg-type]
+
+
+def _rotated(query: Node) -> _Rotation | None:
+    """The rotation that makes the query [B, H, T, D], if nothing else reads what it makes."""
+    node, swapped = query, is_swap(query)
+    if swapped:
+        if len(query.users) > 1:
+            return None
+        node = query.args[0]  # type: ignore[assignment]
+    return _rotation(node, False, swapped) if len(node.users) == 1 else None
 
 
 def _rotated_back(out: Node) -> _Rotation | None:
-    """The inverse rotation that is all that happens to the output, permutations that cancel aside."""
-    order, node = list(range(4)), out
+    """The inverse rotation that is all that happens to the output [B, H, T, D], exchanges of its axes aside."""
+    node, swapped = out, False
     while len(node.users) == 1:
         node = next(iter(node.users))
-        if node.target is PERMUTE:
-            order = [order[d] for d in node.args[1]]  # type: ignore[union-attr]
-        else:
-            return _rotation(node, True) if order == [0, 1, 2, 3] else None
-    return None
-
-
-def _replace(gm: GraphModule, match: Match) -> Reject | None:
-    values = Values(gm.graph)
-    parts = _split(values, match.inputs["kv"], match.inputs["mask"])
-    if isinstance(parts, Reject):
-        return parts
-    out = match.anchor
-    back = _rotated_back(out)
-    if back is not None and not _same_time(out, back):
-        back = None
-    query = match.inputs["q"]
-    forward = _rotation(query, False)
-    if forward is not None and (back is None or len(query.users) > 1 or not _same_tables(forward, back)):
-        forward = None
-    q = query if forward is None else forward.x
-    old = out if back is None else back.node
-    (new,) = splice(gm, old, _attention(parts, match.scalars["scale"], forward is not None), old,
-                    **_inputs(parts, q, match.inputs["sink"], back))  # fmt: skip
-    _mark(new, match.pattern.name)
-    users = set(old.users)
-    old.replace_all_uses_with(new)
-    if old is not out:
-        _erase_between(old, out)
-    refresh_nodes(gm.graph, users, new.meta["val"].fake_mode)
+        if not is_swap(node):
+            return _rotation(node, True, swapped)
+        swapped = not swapped
     return None
 
 
 def _same_tables(a: _Rotation, b: _Rotation) -> bool:
-    pairs = [[strip_views(t, (RESHAPE,)) for t in tables] for tables in ((a.cos, b.cos), (a.sin, b.sin))]
-    return all(x is y for x, y in pairs) and same_shape(a.cos.meta["val"].shape, b.cos.meta["val"].shape)
+    return all(_table(x) is _table(y) for x, y in ((a.cos, b.cos), (a.sin, b.sin)))
+
+
+def _table(node: Node) -> Node:
+    """The tensor whose elements a table holds, in its order: axes of size 1 aside."""
+    while node.target is RESHAPE or is_swap(node) and any(same_size(node.meta["val"].shape[d], 1) for d in (1, 2)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _replace(gm: GraphModule, match: Match) -> Reject | None:
+    parts = _split(Values(gm.graph), match.inputs["kv"], match.inputs["mask"])
+    if isinstance(parts, Reject):
+        return parts
+    out, query = match.anchor, match.inputs["q"]
+    back = _rotated_back(out)
+    if back is not None and not _same_time(out, back):
+        back = None
+    forward = _rotated(query)
+    if forward is not None and (back is None or not _same_tables(forward, back)):
+        forward = None
+    q, tokens_first = (query, False) if forward is None else (forward.x, forward.tokens_first)
+    if is_swap(q) and not tokens_first:
+        q, tokens_first = q.args[0], True  # type: ignore[assignment]
+    old = out if back is None else back.node
+    attention = _attention(parts, match.scalars["scale"], forward is not None, tokens_first, back)
+    (new,) = splice(gm, old, attention, old, q=q, **_inputs(parts, match.inputs["sink"], back))
+    new.meta["dsv4_pattern"] = match.pattern.name
+    if back is None or not back.tokens_first:
+        with gm.graph.inserting_before(old):
+            new = emit(gm.graph, PERMUTE, (new, SWAP), like=old, mode=fake_mode(gm))
+    users = set(old.users)
+    old.replace_all_uses_with(new)
+    if old is not out:
+        _erase_between(old, out)
+    refresh_nodes(gm.graph, users, fake_mode(gm))
+    return None
 
 
 def _same_time(out: Node, back: _Rotation) -> bool:
@@ -155,8 +178,8 @@ def _same_time(out: Node, back: _Rotation) -> bool:
     return True
 
 
-def _inputs(parts: _Parts, q: Node, sink: Node, back: _Rotation | None) -> dict[str, Node]:
-    inputs = {"q": q, "rows": parts.rows, "queries": parts.mask.queries, "keys": parts.mask.keys, "sink": sink}
+def _inputs(parts: _Parts, sink: Node, back: _Rotation | None) -> dict[str, Node]:
+    inputs = {"rows": parts.rows, "queries": parts.mask.queries, "keys": parts.mask.keys, "sink": sink}
     if parts.compressed is not None:
         inputs["compressed"] = parts.compressed
     if isinstance(parts.choice, Selection):
@@ -168,38 +191,31 @@ def _inputs(parts: _Parts, q: Node, sink: Node, back: _Rotation | None) -> dict[
     return inputs
 
 
-def _attention(parts: _Parts, scale: float, rope_q: bool) -> Any:
+def _attention(parts: _Parts, scale: float, rope_q: bool, tokens_first: bool, back: _Rotation | None) -> Any:
+    """The replacement, [B, T, H, D], of the graph's own tensors; positions are those that the mask compares."""
     window, limited = parts.mask.window, isinstance(parts.choice, Limit)
+    heads_axis = 2 if back is not None and back.tokens_first else 1
 
     def attention(
         q: Tensor, rows: Tensor, queries: Tensor, keys: Tensor, sink: Tensor, compressed: Tensor | None = None,
         indices: Tensor | None = None, count: Tensor | None = None, cos: Tensor | None = None,
         sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Heads in front of tokens, as the graph has it; positions from the mask."""
-        batch, _, tokens, _ = q.shape
+        q = q if tokens_first else q.transpose(1, 2)
+        batch, tokens = q.shape[:2]
         positions = queries[:, 0, :, 0].expand(batch, tokens)
         start = keys[:, 0, 0, 0].expand(batch)
         if limited and compressed is not None:
             if count is None:
                 count = torch.full((1, 1, 1, 1), 0, dtype=torch.int64, device=q.device) + compressed.shape[2]
             count = count[:, 0, :, 0].expand(batch, tokens)
-        tables = [None if t is None else t.squeeze(1).expand(batch, -1, -1) for t in (cos, sin)]
-        out = dsv4.sparse_attention(
-            q.transpose(1, 2), rows.squeeze(1), positions, start, window,
-            None if compressed is None else compressed.squeeze(1), indices, count, sink, scale, *tables, rope_q,
-            "none", "none",
+        tables = [None if t is None else t.squeeze(heads_axis).expand(batch, -1, -1) for t in (cos, sin)]
+        return dsv4.sparse_attention(
+            q, rows.squeeze(1), positions, start, window, None if compressed is None else compressed.squeeze(1),
+            indices, count, sink, scale, *tables, rope_q, "none", "none",
         )  # fmt: skip
-        return out.transpose(1, 2)
 
     return attention
-
-
-def _mark(node: Node, name: str) -> None:
-    """Note the pattern on the attention that the replacement is a view of."""
-    while node.target is PERMUTE:
-        node = node.args[0]  # type: ignore[assignment]
-    node.meta["dsv4_pattern"] = name
 
 
 def _erase_between(last: Node, out: Node) -> None:
@@ -221,4 +237,5 @@ PATTERNS = tuple(
     for name, batch in (("rows", "b"), ("one_row", "1"))
 )  # fmt: skip
 
-PASSES = (RebuildMasks(),)
+#: In this order, in front of the patterns.
+PASSES = (TokensFirst(), RebuildMasks())
