@@ -38,8 +38,13 @@ def ue8m0_from_bits(bits: Tensor) -> Tensor:
 
 
 def ue8m0_to_float(scales: Tensor) -> Tensor:
-    """uint8 UE8M0 -> float32; 0 is 2^-127, 0xFF is NaN."""
-    return scales.view(torch.float8_e8m0fnu).to(torch.float32)
+    """uint8 UE8M0 -> float32; 0 is 2^-127, 0xFF is NaN.
+
+    The byte is the exponent field; its two ends take the top mantissa bit as well (2^-127 is subnormal in float32).
+    Bits rather than a view as float8_e8m0fnu: Inductor's C++ has no such type.
+    """
+    ends = ((scales == 0) | (scales == 255)).to(torch.int32) << 22
+    return ((scales.to(torch.int32) << 23) | ends).view(torch.float32)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
