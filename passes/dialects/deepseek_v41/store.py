@@ -82,7 +82,7 @@ def _all() -> Iterator[Pattern]:
     yield Pattern(
         "store_rows", "store", "deepseek_v41", _put, _store,
         inputs={"pool": "row[s w]", "slots": "i64[n]", "rows": "row[n w]"},
-        dtypes={"row": (torch.uint8, torch.float32, torch.bfloat16, torch.float16)},
+        dtypes={"row": (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int64)},
     )  # fmt: skip
 
 
