@@ -65,12 +65,20 @@ def v41(dtype: torch.dtype, room: int) -> Subject:
 
 
 def v4(dtype: torch.dtype, room: int) -> Subject:
-    model = prepare(v4_model(**SIZES).to(dtype))
+    model = prepare(as_loaded(v4_model(**SIZES), dtype))
 
     def call(forward: Callable[..., Any], ids: Tensor, start: int, cache: Any) -> Tensor:
         return forward(ids, cache=cache).logits  # the cache knows the position
 
     return Subject("V4", model, lambda: StaticV4Cache(model.config, 1, room, dtype), call)
+
+
+def as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The dtypes that `from_pretrained(dtype=...)` gives: norms, mixes and some others stay float32."""
+    for name, weight in model.named_parameters():
+        if not set(name.split(".")) & set(model._keep_in_fp32_modules_strict):
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 class Run(NamedTuple):
