@@ -23,8 +23,9 @@ def make_config(**changes: Any) -> DeepseekV41Config:
     values: dict[str, Any] = {
         "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "head_dim": 32,
         "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "sliding_window": WINDOW,
-        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "compress_ratios": (0, 2, 2, 1, 1),
-        "kv_source_layer_ids": (1, 3), "index_source_layer_ids": (1, 3, 4), "index_n_heads": 32, "index_topk": 4,
+        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "compress_ratios": (0, 2, 2, 1, 1), "kv_source_layer_ids": (1, 3), "index_source_layer_ids": (1, 3, 4),
+        "index_n_heads": 32, "index_topk": 4,
         "candidate_source_layer_id": 3, "candidate_topk_blocks": 3, "candidate_block_size": 4, "hc_sinkhorn_iters": 1,
         "engram_layer_ids": (1,), "release_decode_keys": False,
     }  # fmt: skip
@@ -157,7 +158,7 @@ def test_rows_that_are_not_visible_may_hold_anything(v41: Both, one_shot: Tensor
     close(torch.cat((start, rest), 1), one_shot)
 
 
-# -- padding and companies -----------------------------------------------------------------------------------------------
+# -- padding and companies ---------------------------------------------------------------------------------------------
 
 
 def test_rows_at_different_positions_with_an_idle_one(v41: Both, one_shot: Tensor) -> None:
@@ -240,7 +241,7 @@ def test_the_whole_capacity_is_usable_and_no_more(v41: Both) -> None:
     assert all((buffer[:4] == 77).all() and (buffer[-4:] == 77).all() for buffer in buffers)
 
 
-# -- memory, ties, graphs ------------------------------------------------------------------------------------------------
+# -- memory, ties, graphs ----------------------------------------------------------------------------------------------
 
 
 def spoil_free_memory() -> None:
@@ -250,7 +251,7 @@ def spoil_free_memory() -> None:
 
 
 def test_recycled_memory_never_shows(v41: Both, one_shot: Tensor) -> None:
-    """R18, R16. Twenty runs with NaN in all memory that was freed: bitwise the same; nothing is left from a last step."""
+    """R18, R16. Twenty runs with NaN in all memory that was freed: bitwise the same, nothing left of the last step."""
     first = None
     for _ in range(20):
         cache = v41.new_cache()
