@@ -62,8 +62,22 @@ def restore_region_mutation(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if node.args[0] is node.args[1] and not node.users:
             gm.graph.erase_node(node)
+    _rename(gm)
     gm.graph.lint()
     gm.recompile()
+
+
+def _rename(gm: fx.GraphModule) -> None:
+    """Gives every region a name that torch has not traced yet.
+
+    torch keeps what it traced of a region under its name for as long as one compilation lasts. Under the old name it
+    would take the region as it was before rewriting.
+    """
+    names: dict[int, str] = {}
+    for call in region_calls(gm):
+        region = region_module(gm, call)
+        name = names.setdefault(id(region), f"dsv4_{call.args[0].target}")
+        call.args = (call.args[0], name, *call.args[2:])
 
 
 def _restore_call(graph: fx.Graph, node: fx.Node) -> None:

@@ -156,9 +156,40 @@ def test_explain_reports_without_inductor() -> None:
     assert report.graphs[0].compile_seconds == 0.0
 
 
-@pytest.mark.slow
-def test_through_inductor() -> None:
-    model, x = Stack().eval(), torch.randn(3, 12)
-    out, report = compiled(model, x, inductor=True)
-    torch.testing.assert_close(out, model(x))
+class Region(nn.Module):
+    """A layer that writes to nothing: as a region, torch would remember it from the first trace."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(width, width), nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(rms_norm(x, self.weight))
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.5])
+def test_through_inductor_regions_are_the_rewritten_ones(extra: float) -> None:
+    """With a wrong replacement the result is wrong: what runs is what was rewritten, not what torch traced first."""
+    from dscompile.passes.dialects.common import norm
+
+    def replacement(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.ops.dsv4.rms_norm(x, weight, eps + extra, "fp32")
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleList(Region() for _ in range(3)).eval(), torch.randn(3, 12)
+    dscompile.mark_regions(model, Region)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x)
+        return x
+
+    object.__setattr__(norm.RMS_NORM_FP32, "replace", replacement)
+    try:
+        with torch.no_grad(), dscompile.collect() as report:
+            out, expected = torch.compile(forward, backend="dsv4")(x), forward(x)
+    finally:
+        object.__setattr__(norm.RMS_NORM_FP32, "replace", norm._replace_fp32)
+    assert torch.allclose(out, expected, atol=1e-5) is (extra == 0.0)
+    assert report.counts() == {"norm": 3} and report.graphs[0].regions == 1
     assert report.graphs[0].compile_seconds > 0
