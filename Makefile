@@ -69,10 +69,9 @@ typecheck: $(STAMP) ## Check the types (mypy)
 
 check: lint typecheck test ## Lint, type check and tests
 
-bench: $(STAMP) ## Run the benchmarks, one after the other
-	@set -e; for script in benchmarks/bench_*.py; do \
-	  test -f "$$script" || { echo 'no benchmarks/bench_*.py to run'; exit 1; }; \
-	  printf '==> %s\n' "$$script"; OMP_NUM_THREADS=$(WORKERS) $(BIN)/python "$$script" $(ARGS); done
+bench: $(STAMP) ## Run the benchmarks: eager, stock Inductor and dsv4 in turn (an hour or more; ARGS="--quick" to try)
+	@printf '==> benchmarks/cpu.py\n'
+	@$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 clean: ## Remove caches and build products, keep .venv
 	@printf '==> removing caches and build products\n'
