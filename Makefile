@@ -69,7 +69,7 @@ typecheck: $(STAMP) ## Check the types (mypy)
 
 check: lint typecheck test ## Lint, type check and tests
 
-bench: $(STAMP) ## Run the benchmarks: eager, stock Inductor and dsv4 in turn (an hour or more; ARGS="--quick" to try)
+bench: $(STAMP) ## Time eager, stock Inductor and dsv4 side by side (an hour or more; ARGS=--quick for a smoke test)
 	@printf '==> benchmarks/cpu.py\n'
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)
 

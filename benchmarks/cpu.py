@@ -6,9 +6,9 @@
     python benchmarks/cpu.py --compile-cost               # compiling 8 layers beside compiling 40
 
 Every mode of a model is a process of its own that stays alive, and each in turn is asked for one repetition, so that
-all of them meet the machine in the same state. Weights and inputs are the same everywhere (bfloat16, seeded), and
-outputs are compared. Compiling starts from an empty cache, and from nothing for every case. Decoding starts from a
-cache filled with random rows; V4 uses `StaticV4Cache` for it in every mode and no cache for prompts.
+all of them meet the machine in the same state. Weights and inputs are seeded and the same everywhere, and outputs are
+compared. Compiling starts from an empty cache, and from nothing for every case. Decoding starts from a cache filled
+with random rows; V4 uses `StaticV4Cache` for it in every mode and no cache for prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Team:
 
     def setup(self, mode: str) -> Setup:
         o = self.options
-        return Setup(self.model, mode, o.hidden, o.layers, o.steps, o.quick, threads=o.threads)
+        return Setup(self.model, mode, o.hidden, o.layers, o.steps, o.quick, dtype=o.dtype, threads=o.threads)
 
     def worker(self, mode: str) -> Worker:
         if mode not in self.workers:
@@ -174,7 +174,7 @@ def run_compile_cost(options: argparse.Namespace, caches: Path, progress: Progre
     for mode, count in todo:
         folder = caches / f"miniature-{count}-{mode}"
         folder.mkdir(exist_ok=True)
-        setup = Setup("v41", mode, miniature=count, steps=1, threads=options.threads)
+        setup = Setup("v41", mode, miniature=count, steps=1, dtype=options.dtype, threads=options.threads)
         worker = Worker(setup, folder, folder / "output.log")
         try:
             worker.ask("build")
@@ -228,6 +228,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="tokens of one repetition of decoding (default 8)")
     parser.add_argument("--hidden", type=int, default=1024, help="model width")
     parser.add_argument("--layers", type=int, default=1, help="how often the layer pattern is repeated")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: the cores")
     parser.add_argument(
         "--stock-timeout", type=float, default=900, help="seconds that stock Inductor may compile a case"
@@ -263,7 +264,9 @@ def main() -> int:
     results["load_at_end"] = os.getloadavg()
     if options.json:
         options.json.write_text(json.dumps(results, indent=1, default=str))
-    tables = [compile_cost_table] if options.compile_cost else [case_table, compile_table]
+    tables = [compile_cost_table] if options.compile_cost else [case_table]
+    if not options.compile_cost and options.modes != ["eager"]:
+        tables.append(compile_table)
     print_all(console, results, tables)
     for failure in results["failures"]:
         console.print(f"{failure['mode']}, {failure['case']}: {failure['error']}", style="red")

@@ -38,6 +38,7 @@ class Setup:
     steps: int = 8
     tiny: bool = False
     miniature: int = 0
+    dtype: str = "bfloat16"
     threads: int = 2
     seed: int = 0
 

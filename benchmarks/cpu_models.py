@@ -9,11 +9,11 @@ import torch
 from cpu_cases import Case, Setup
 from torch import Tensor, nn
 
-DTYPE = torch.bfloat16
 MARGIN = 64  # tokens of room in a cache after the context
 SHOWN = 64  # rows of a prompt's logits that are compared
 
 
+@torch.no_grad()
 def build(setup: Setup) -> nn.Module:
     """The model of `setup`, the same weights in every process."""
     torch.manual_seed(setup.seed)
@@ -21,7 +21,7 @@ def build(setup: Setup) -> nn.Module:
         return _build_v4(setup)
     from dscompile.models.deepseek_v41 import DeepseekV41Config, DeepseekV41ForCausalLM
 
-    return DeepseekV41ForCausalLM(DeepseekV41Config.miniature(**setup.sizes()), dtype=DTYPE)
+    return DeepseekV41ForCausalLM(DeepseekV41Config.miniature(**setup.sizes()), dtype=getattr(torch, setup.dtype))
 
 
 def _build_v4(setup: Setup) -> nn.Module:
@@ -32,7 +32,9 @@ def _build_v4(setup: Setup) -> nn.Module:
 
     config = DeepseekV4Config(**setup.sizes())
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()  # norms and mixes stay float32
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, setup.dtype)
+    ).eval()  # norms and mixes stay float32
     for name, weight in model.named_parameters():
         _fill(name, weight)
     for name, buffer in model.named_buffers():
@@ -91,7 +93,7 @@ def _v41_prompt(model: Any, forward: Callable[..., Any], ids: Tensor) -> Callabl
 def _v4_decode(case: Case, model: Any, forward: Callable[..., Any], ids: Tensor) -> Callable[[], Tensor]:
     from dscompile.integrations.transformers import StaticV4Cache
 
-    cache = StaticV4Cache(model.config, case.batch, case.tokens + MARGIN, DTYPE)
+    cache = StaticV4Cache(model.config, case.batch, case.tokens + MARGIN, model.dtype)
     start, length, *rows = cache.tensors()
     for tensor in rows:
         tensor.normal_()

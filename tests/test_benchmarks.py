@@ -1,0 +1,159 @@
+"""The CPU benchmark's parts: its models, its worker processes, what it makes of their answers."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.models.deepseek_v4 import DeepseekV4Config
+
+from dscompile.models.deepseek_v41 import DeepseekV41Config
+
+
+@pytest.fixture(scope="module")
+def benchmarks(repo_root: Path):
+    """The folder on the path, as when one of its scripts runs."""
+    sys.path.insert(0, str(repo_root / "benchmarks"))
+    yield repo_root / "benchmarks"
+    sys.path.remove(str(repo_root / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def cpu(benchmarks: Path) -> ModuleType:
+    import cpu
+
+    return cpu
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_v41_has_layers_of_every_kind(cpu: ModuleType, layers: int):
+    config = DeepseekV41Config.miniature(**cpu.Setup("v41", "eager", layers=layers).sizes())
+    kinds = Counter((config.kind(i), config.ratio(i)) for i in range(config.num_hidden_layers))
+    at_least = {("window", 0): 2, ("full", 2): 2, ("reuse", 2): 2, ("full", 1): 1, ("reindex", 1): 2, ("reuse", 1): 2}
+    assert all(kinds[kind] >= count for kind, count in at_least.items())
+    assert config.candidate_source_layer_id is not None and config.uses_candidates(config.num_hidden_layers - 2)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_v4_has_layers_of_every_kind(cpu: ModuleType, layers: int):
+    config = DeepseekV4Config(**cpu.Setup("v4", "eager", layers=layers).sizes())
+    assert min(Counter(config.layer_types).values()) == 2 * layers and len(set(config.layer_types)) == 3
+    assert set(config.mlp_layer_types) == {"hash_moe", "moe"}
+
+
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_two_workers_would_compute_the_same(cpu: ModuleType, model: str):
+    import cpu_models
+
+    setup = cpu.Setup(model, "eager", steps=2, tiny=True)
+    with torch.no_grad():
+        for case in cpu.cases([20], [40], [2]):
+            first, second = (cpu_models.make_call(setup, case, m, m)() for m in map(cpu_models.build, (setup, setup)))
+            assert first.isfinite().all() and first.equal(second)
+            assert first.shape[0] == (20 if case.phase == "prefill" else 2 * setup.steps)
+
+
+def test_a_worker_answers_reports_and_is_ended_when_late(cpu: ModuleType, tmp_path: Path):
+    setup = cpu.Setup("v41", "eager", steps=2, tiny=True)
+    worker = cpu.Worker(setup, tmp_path, tmp_path / "log")
+    try:
+        assert worker.ask("build")["parameters"] > 0
+        case = cpu.Case("decode", 1, 40)
+        assert worker.ask("prepare", case)["logits"].shape == (2, 64)
+        assert worker.ask("repeat", case)["seconds"] > 0
+        with pytest.raises(cpu.WorkerError, match="Error") as error:
+            worker.ask("prepare", cpu.Case("decode", 1, -500))
+        assert not error.value.gone
+        with pytest.raises(cpu.WorkerError, match="did not finish in 0 s") as error:
+            worker.ask("prepare", cpu.Case("prefill", 1, 512), timeout=0.0)
+        assert error.value.gone
+    finally:
+        worker.end()
+    with pytest.raises(cpu.WorkerError, match="the process ended"):
+        worker.ask("repeat", case)
+
+
+class Scripted:
+    """A team whose workers follow a script: mode -> seconds of its repetitions, or the error of its preparation."""
+
+    def __init__(self, script: dict) -> None:
+        self.script, self.model, self.skipped, self.asked = script, "v4", {}, []
+        self.options = argparse.Namespace(
+            modes=[*script], repeats=4, case_seconds=100.0, timeout=1.0, stock_timeout=9.0
+        )
+
+    def ask(self, mode: str, command: str, case, timeout: float):
+        self.asked.append((mode, command, timeout))
+        if isinstance(self.script[mode], Exception):
+            raise self.script[mode]
+        if command == "prepare":
+            return {"logits": np.eye(3), "first_call_seconds": 5.0}
+        return {"seconds": self.script[mode].pop(0), "cpu_seconds": 1.0, "peak_bytes": 7}
+
+
+def quiet(what: str, advance: int = 1) -> None: ...
+
+
+def test_ratios_are_of_medians_taken_in_turn(cpu: ModuleType):
+    team = Scripted({"eager": [8.0, 8, 9, 90], "stock": [4.0, 4, 4, 4], "dsv4": [2.0, 1, 3, 2]})
+    result = cpu.run_case(team, cpu.Case("prefill", 1, 8), quiet)
+    assert result["ratios"] == {"dsv4 vs stock": 2.0, "dsv4 vs eager": 4.25}
+    assert result["modes"]["stock"]["cosine_mean"] == pytest.approx(1.0)
+    turns = [mode for mode, command, _ in team.asked if command == "repeat"]
+    assert turns[:6] == ["eager", "stock", "dsv4", "stock", "dsv4", "eager"]
+    assert ("stock", "prepare", 9.0) in team.asked and ("dsv4", "prepare", 1.0) in team.asked
+
+
+def test_a_late_compile_is_reported_and_not_tried_again(cpu: ModuleType):
+    team = Scripted({"stock": cpu.WorkerError("did not finish in 9 s", gone=True), "dsv4": [2.0] * 8})
+    for length, expected in ((8, "did not finish in 9 s"), (16, "not tried (prompt 8, batch 1 did not finish in 9 s)")):
+        result = cpu.run_case(team, cpu.Case("prefill", 1, length), quiet)
+        assert result["modes"]["stock"]["error"] == expected
+        assert result["modes"]["dsv4"]["median_seconds"] == 2.0 and result["ratios"] == {}
+    assert [mode for mode, command, _ in team.asked if command == "prepare"].count("stock") == 1
+
+
+def test_agreement_sees_another_answer(cpu: ModuleType):
+    a = np.eye(4, dtype=np.float32)
+    assert cpu.agreement(a, a) == {"cosine_mean": 1.0, "cosine_min": 1.0, "same_token": 1.0}
+    b = a.copy()
+    b[0] = -a[0]
+    assert cpu.agreement(a, b) == {"cosine_mean": 0.5, "cosine_min": -1.0, "same_token": 0.75}
+
+
+def test_eager_alone_from_the_command_line(benchmarks: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "cpu.py", "--quick", "--models", "v41", "--modes", "eager", "--json", str(out)]
+    done = subprocess.run(command, cwd=benchmarks, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert [case["name"] for case in found["cases"]] == ["prompt 48, batch 1", "decode at 64, batch 1"]
+    assert all(case["modes"]["eager"]["median_seconds"] > 0 for case in found["cases"])
+    assert found["versions"]["torch"] == torch.__version__ and "Median times" in done.stdout
+
+
+def test_tables_show_errors_and_missing_numbers(cpu: ModuleType):
+    import cpu_tables
+
+    good = {"median_seconds": 0.5, "peak_bytes": 2e9, "first_call_seconds": 9.0, "backend_seconds": 6.0, "reports": []}
+    case = {"model": "v4", "name": "prompt 8, batch 1", "phase": "prefill", "ratios": {"dsv4 vs eager": 2.0},
+            "modes": {"eager": good, "stock": {"error": "did not finish in 9 s"}, "dsv4": good}}  # fmt: skip
+    results = {"settings": {"modes": ["eager", "stock", "dsv4"], "steps": 2}, "cases": [case]}
+    text = _text(cpu_tables.case_table(results))
+    assert "2.00 x" in text and "did not finish in 9 s" in text and "500 ms" in text
+    assert "8.5" in _text(cpu_tables.compile_table(results))
+
+
+def _text(table: Table) -> str:
+    console = Console(width=240, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
