@@ -300,7 +300,7 @@ def _ring_slots(start: Tensor, tokens: int, size: int, batch: int) -> Tensor:
     """[B * n]: where the last n = min(tokens, size) of `tokens` new rows go in a ring of `size` rows a sequence."""
     if tokens == 1:
         return _flat_slots(start.view(1) % size, batch, size)
-    kept = min(tokens, size)
+    kept = size if tokens > size else tokens  # `min` of a symbolic length would stay one, unlike the rows' count
     return _flat_slots((start + torch.arange(tokens - kept, tokens, device=start.device)) % size, batch, size)
 
 
