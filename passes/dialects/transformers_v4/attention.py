@@ -6,6 +6,7 @@ Scores of every query with every key, a mask added, softmax: nothing in that say
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,14 @@ aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 
 
 def _search(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """q [b, h, t, D], kv [b, 1, s, D], mask [b or 1, 1, t, s], sink [h]."""
-    batch, heads, tokens, width = q.shape
+    """q [b, h, t, D], kv [b, 1, s, D], mask [b, 1, t, s], sink [h]; every head gets its copy of the keys."""
+    batch, heads, _, width = q.shape
     rows = kv[:, :, None].expand(batch, 1, heads, kv.shape[2], width).reshape(batch, heads, kv.shape[2], width)
+    return _attend(q, rows, mask, sink, scale)
+
+
+def _attend(q: Tensor, rows: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+    batch, _, tokens, _ = q.shape
     scores = torch.matmul(q, rows.transpose(2, 3)) * scale + mask
     scores = torch.cat((scores, sink.reshape(1, -1, 1, 1).expand(batch, -1, tokens, -1)), -1)
     scores = scores - scores.max(-1, keepdim=True).values
@@ -179,7 +185,9 @@ def _same_time(out: Node, back: _Rotation) -> bool:
 
 
 def _inputs(parts: _Parts, sink: Node, back: _Rotation | None) -> dict[str, Node]:
-    inputs = {"rows": parts.rows, "queries": parts.mask.queries, "keys": parts.mask.keys, "sink": sink}
+    inputs = {"rows": parts.rows, "sink": sink}
+    if parts.mask.queries is not None and parts.mask.keys is not None:
+        inputs |= {"queries": parts.mask.queries, "keys": parts.mask.keys}
     if parts.compressed is not None:
         inputs["compressed"] = parts.compressed
     if isinstance(parts.choice, Selection):
@@ -197,14 +205,17 @@ def _attention(parts: _Parts, scale: float, rope_q: bool, tokens_first: bool, ba
     heads_axis = 2 if back is not None and back.tokens_first else 1
 
     def attention(
-        q: Tensor, rows: Tensor, queries: Tensor, keys: Tensor, sink: Tensor, compressed: Tensor | None = None,
-        indices: Tensor | None = None, count: Tensor | None = None, cos: Tensor | None = None,
-        sin: Tensor | None = None,
+        q: Tensor, rows: Tensor, sink: Tensor, queries: Tensor | None = None, keys: Tensor | None = None,
+        compressed: Tensor | None = None, indices: Tensor | None = None, count: Tensor | None = None,
+        cos: Tensor | None = None, sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         q = q if tokens_first else q.transpose(1, 2)
         batch, tokens = q.shape[:2]
-        positions = queries[:, 0, :, 0].expand(batch, tokens)
-        start = keys[:, 0, 0, 0].expand(batch)
+        if queries is not None and keys is not None:
+            positions, start = queries[:, 0, :, 0].expand(batch, tokens), keys[:, 0, 0, 0].expand(batch)
+        else:
+            positions = torch.full((batch, tokens), window - 1, dtype=torch.int64, device=q.device)
+            start = torch.zeros((batch,), dtype=torch.int64, device=q.device)
         if limited and compressed is not None:
             if count is None:
                 count = torch.full((1, 1, 1, 1), 0, dtype=torch.int64, device=q.device) + compressed.shape[2]
@@ -226,16 +237,23 @@ def _erase_between(last: Node, out: Node) -> None:
         last = source  # type: ignore[assignment]
 
 
-_INPUTS = {"q": "act[b h t D]", "kv": "act[b 1 s D]", "sink": "w[h]"}
+def _pattern(name: str, search: Callable[..., Tensor], heads: str) -> Pattern:
+    return Pattern(
+        name=name, family="attention", dialect="transformers_v4", search=search, replace=Structural(_replace),
+        inputs={"q": f"act[b {heads} t D]", "kv": "act[b 1 s D]", "mask": "m[b 1 t s]", "sink": f"w[{heads}]"},
+        dtypes={"m": ("act", torch.float32)},  # wider than the scores under autocast
+        scalars={"scale": 0.12345}, key=aten.amax.default,
+    )  # fmt: skip
 
-PATTERNS = tuple(
-    Pattern(
-        name=f"attention.masked.{name}", family="attention", dialect="transformers_v4", search=_search,
-        replace=Structural(_replace), inputs={**_INPUTS, "mask": f"act[{batch} 1 t s]"}, scalars={"scale": 0.12345},
-        key=aten.amax.default,
-    )
-    for name, batch in (("rows", "b"), ("one_row", "1"))
-)  # fmt: skip
+
+def _one_head(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+    return _attend(q, kv, mask, sink, scale)
+
+
+PATTERNS = (
+    _pattern("attention.masked", _search, "h"),
+    _pattern("attention.masked.one_head", _one_head, "1"),
+)
 
 #: In this order, in front of the patterns.
 PASSES = (TokensFirst(), RebuildMasks())

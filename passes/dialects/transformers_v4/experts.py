@@ -56,10 +56,12 @@ _INPUTS = {
     "x": "act[N D]", "indices": "i64[N k]", "weights": "w[N k]", "w13": "act[E 2*I D]", "w2": "act[E D I]",
 }  # fmt: skip
 _SCALARS = {"limit": 12.3456}
+#: Under autocast the router's weights may be narrower than the tokens.
+_WEIGHTS = {"w": ("act", torch.float32, torch.bfloat16, torch.float16)}
 
 FALLBACK = Pattern(
     name="experts.grouped_fallback", family="experts", dialect="transformers_v4", search=_fallback, replace=_replace,
-    inputs=_INPUTS, scalars=_SCALARS, needs=("transformers::grouped_mm_fallback",), key=torch.ops.aten.histc.default,
+    inputs=_INPUTS, scalars=_SCALARS, dtypes=_WEIGHTS, needs=("transformers::grouped_mm_fallback",), key=torch.ops.aten.histc.default,
 )  # fmt: skip
 GROUPED = Pattern(
     name="experts.grouped", family="experts", dialect="transformers_v4", search=_grouped, replace=_replace,
@@ -68,7 +70,7 @@ GROUPED = Pattern(
 )  # fmt: skip
 BATCHED = Pattern(
     name="experts.batched", family="experts", dialect="transformers_v4", search=_batched, replace=_replace,
-    inputs=_INPUTS, scalars=_SCALARS, key=torch.ops.aten.silu.default,
+    inputs=_INPUTS, scalars=_SCALARS, dtypes=_WEIGHTS, key=torch.ops.aten.silu.default,
 )  # fmt: skip
 
 PATTERNS = (FALLBACK, GROUPED, BATCHED)

@@ -1,8 +1,8 @@
 """What an additive attention mask means, read off the operations that made it.
 
-A window mask is 0 where a key is neither in the future nor `window` or more tokens back, and very negative elsewhere. The
-part over compressed rows is either a selection (0 scattered into -inf by an index list) or a limit (every row below a
-number per query).
+A window mask is 0 where a key is neither in the future nor `window` or more tokens back, and very negative elsewhere.
+The part over compressed rows is either a selection (0 scattered into -inf by an index list) or a limit (every row below
+a number per query).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _VIEWS = COPIES | {RESHAPE, EXPAND}
 
 @dataclass(frozen=True)
 class WindowMask:
-    """A [B or 1, 1, T, S] mask. `queries` [.., 1, T, 1] and `keys` [.., 1, 1, S] are the positions that it compares."""
+    """A [B or 1, 1, T, S] mask. `queries` [.., 1, T, 1] and `keys` [.., 1, 1, S] are the positions that it compares.
+
+    Both are None where one query is proven to see all of its `window` keys.
+    """
 
     window: int
-    queries: Node
-    keys: Node
-    queries_at: Affine
-    keys_at: Affine
+    queries: Node | None
+    keys: Node | None
     low: float
 
 
@@ -113,6 +114,9 @@ def _window(
     values: Values, differences: list[tuple[Affine, Node]], mask: Node, low: float
 ) -> WindowMask | Reject:  # fmt: skip
     """Two tests: age = query - key >= 0, and window - 1 - age >= 0."""
+    tokens, rows = mask.meta["val"].shape[-2:]
+    if not differences and same_size(tokens, 1) and isinstance(rows, int):
+        return WindowMask(rows, None, None, low)
     if len(differences) != 2:
         return Reject(f"the window mask has {len(differences)} conditions on positions, expected 2", mask)
     (first, a), (second, b) = differences
@@ -128,12 +132,12 @@ def _window(
     one = sympy.Integer(1)
     rising = at_key.steps[-1:] == (one,) or same_size(keys.meta["val"].shape[-1], 1)
     ordinary = rising and not any(at_key.steps[:-1]) and not any(at_query.steps[-1:])
-    tokens = at_query.steps[-2:-1] == (one,) or same_size(queries.meta["val"].shape[-2], 1)
-    if not ordinary or not tokens or any(at_query.steps[:-2]) or len(at_key.steps) != 4 or len(at_query.steps) != 4:
+    counted = at_query.steps[-2:-1] == (one,) or same_size(queries.meta["val"].shape[-2], 1)
+    if not ordinary or not counted or any(at_query.steps[:-2]) or len(at_key.steps) != 4 or len(at_query.steps) != 4:
         return Reject("the positions of the window mask do not rise by one along queries and keys", a)
     if not at_key.base.is_nonnegative:
         return Reject(f"the first key's position {at_key.base} is not proven to be 0 or more", keys)
-    return WindowMask(int(total.base) + 1, queries, keys, at_query, at_key, low)
+    return WindowMask(int(total.base) + 1, queries, keys, low)
 
 
 def row_mask(values: Values, mask: Node) -> Selection | Limit | Reject:
@@ -155,13 +159,13 @@ def _limit(values: Values, node: Node) -> Limit | Reject:
         return Reject("the mask of the compressed rows is not -inf where it forbids and 0 elsewhere", node)
     hidden = strip_views(hidden, COPIES | {EXPAND})  # type: ignore[arg-type]
     rows = values.affine(hidden.args[0]) if hidden.target is aten.ge.Tensor else None
-    counts_up = rows is not None and rows.base == 0 and rows.steps[-1:] == (sympy.Integer(1),) and not any(rows.steps[:-1])
-    one_row = rows is not None and same_size(hidden.args[0].meta["val"].shape[-1], 1) and rows.base == 0
-    if not counts_up and not one_row:
+    counts_up = rows is not None and rows.steps[-1:] == (sympy.Integer(1),) and not any(rows.steps[:-1])
+    one_row = rows is not None and rows.uniform and same_size(node.meta["val"].shape[-1], 1)
+    if rows is None or rows.base != 0 or not (counts_up or one_row):
         return Reject("the mask of the compressed rows does not compare row numbers with a limit", hidden)
     count = hidden.args[1]
-    shape = count.meta["val"].shape if isinstance(count, Node) else ()
-    if len(shape) != 4 or not same_size(shape[1], 1) or not same_size(shape[3], 1):
+    shape = list(count.meta["val"].shape) if isinstance(count, Node) else []
+    if not isinstance(count, Node) or len(shape) != 4 or not all(same_size(shape[d], 1) for d in (1, 3)):
         return Reject("the limit of the visible rows is not one number per query", hidden)
     return Limit(count)
 

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dscompile.passes.dialects.transformers_v4.autocast import WidenProducts
 from dscompile.passes.engine import Pattern
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _mix(
-    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: float, hc_eps: float, iters: int
-) -> _Three:
+def _mix(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: float, hc_eps: float, iters: int) -> _Three:
     """The collapsed streams, post and comb."""
     n = streams.shape[-2]
     flat = torch.ops.dsv4.rms_norm(streams.flatten(-2).float(), None, mix_eps, "scale_cast")
@@ -89,3 +88,4 @@ HC_HEAD = Pattern(
 )  # fmt: skip
 
 PATTERNS = (HC_PRE_NORM, HC_PRE, HC_HEAD)
+PASSES = (WidenProducts(),)

@@ -20,7 +20,7 @@ from dscompile.passes.dialects.common.splice import splice
 from dscompile.passes.dialects.transformers_v4.masks import WindowMask, window_mask
 from dscompile.passes.dialects.transformers_v4.values import Values
 from dscompile.passes.engine import PassContext, PassResult
-from dscompile.passes.engine.fxutil import set_val
+from dscompile.passes.engine.fxutil import fake_mode, set_val
 from dscompile.passes.regions import HOP, region_calls, region_module, region_operands
 
 
@@ -40,40 +40,39 @@ class RebuildMasks:
         for region, sites in calls.items():
             for index, placeholder in enumerate(region.graph.find_nodes(op="placeholder")):
                 handed_in = [region_operands(site)[index] for site in sites]
-                meaning = _common(values, placeholder, handed_in)
-                if meaning is None:
+                meanings = _meanings(values, placeholder, handed_in)
+                if not meanings:
                     continue
-                for site, mask in zip(sites, handed_in, strict=True):
+                for site, mask, meaning in zip(sites, handed_in, meanings, strict=True):
                     _set_operand(site, index, _lead(gm, mask, meaning, leads))
-                _rebuild(region, placeholder, meaning, leads[handed_in[0]].meta["val"])
+                _rebuild(region, placeholder, meanings[0])
                 count += 1
             region.recompile()
         gm.recompile()
         return PassResult(self.name, seconds=time.perf_counter() - start, notes=(f"{count} masks",))
 
 
-def _common(values: Values, placeholder: Node, masks: list[Any]) -> WindowMask | None:
-    """The one meaning of a region's argument, None if it is no window mask or calls differ."""
+def _meanings(values: Values, placeholder: Node, masks: list[Any]) -> list[WindowMask]:
+    """What a region's argument is at each call; empty unless it always is a window mask of one width."""
     value = placeholder.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or value.dim() != 4:
-        return None
-    found = []
-    for mask in masks:
-        meaning = window_mask(values, mask) if isinstance(mask, Node) else None
-        if not isinstance(meaning, WindowMask):
-            return None
-        found.append(meaning)
-    return found[0] if len({(m.window, m.low) for m in found}) == 1 else None
+        return []
+    found = [window_mask(values, mask) if isinstance(mask, Node) else None for mask in masks]
+    known = [m for m in found if isinstance(m, WindowMask)]
+    return known if len(known) == len(masks) and len({(m.window, m.low) for m in known}) == 1 else []
 
 
 def _lead(gm: GraphModule, mask: Node, meaning: WindowMask, leads: dict[Node, Node]) -> Node:
     """int64 scalar: position of the first query less that of the first key; in front of the mask, once a mask."""
+
+    def lead(queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        if queries is None or keys is None:
+            return torch.full((), meaning.window - 1, dtype=torch.int64, device=mask.meta["val"].device)
+        return queries[0, 0, 0, 0] - keys[0, 0, 0, 0]
+
     if mask not in leads:
-
-        def lead(queries: Tensor, keys: Tensor) -> Tensor:
-            return queries[0, 0, 0, 0] - keys[0, 0, 0, 0]
-
-        (leads[mask],) = splice(gm, mask, lead, mask, queries=meaning.queries, keys=meaning.keys)
+        positions = {} if meaning.queries is None else {"queries": meaning.queries, "keys": meaning.keys}
+        (leads[mask],) = splice(gm, mask, lead, mask, **positions)  # type: ignore[arg-type]
     return leads[mask]
 
 
@@ -84,7 +83,7 @@ def _set_operand(call: Node, index: int, value: Node) -> None:
         call.update_kwarg(f"arg{index}", value)
 
 
-def _rebuild(region: GraphModule, placeholder: Node, meaning: WindowMask, lead: Any) -> None:
+def _rebuild(region: GraphModule, placeholder: Node, meaning: WindowMask) -> None:
     """The placeholder becomes the number, and what used the mask uses one made from it."""
     value = placeholder.meta["val"]
     batch, _, tokens, rows = value.shape
@@ -98,7 +97,8 @@ def _rebuild(region: GraphModule, placeholder: Node, meaning: WindowMask, lead: 
         return torch.where(visible, zero, lowest)
 
     users = list(placeholder.users)
-    set_val(placeholder, placeholder.meta["val"].fake_mode.from_tensor(torch.zeros((), dtype=torch.int64)))
+    with fake_mode(region):
+        set_val(placeholder, torch.empty((), dtype=torch.int64, device=device))
     first = next(n for n in region.graph.nodes if n.op != "placeholder")
     (made,) = splice(region, first, mask, users[0] if users else placeholder, lead=placeholder)
     for user in users:

@@ -1,8 +1,8 @@
 """What integer tensors of a graph hold, where that can be said: affine functions of their own indices.
 
 `arange(T) + start`, unsqueezed, expanded, sliced, gathered by another such tensor: every element is
-base + sum over d of steps[d] * index[d], with a base made of numbers, symbolic sizes and unknown scalars. That is enough to
-prove what a mask built from positions means, and it never guesses: whatever is not understood has no value here.
+base + sum over d of steps[d] * index[d], with a base made of numbers, symbolic sizes and unknown scalars. That is
+enough to prove what a mask built from positions means, and it never guesses: whatever is not understood has no value.
 """
 
 from __future__ import annotations

@@ -74,9 +74,10 @@ def build(layers: str = "wch", dtype: torch.dtype = torch.float32, **changes: An
     return to_dtype(model, dtype)
 
 
-def capture(mode: str, tokens: int, batch: int, model: nn.Module, *, regions: bool = False, dynamic: bool | None = False,
-            mark: bool = False, seen: int = 20) -> tuple[GraphModule, Tensor]:  # fmt: skip
-    """The graph of one forward and what eager gives. mode: "plain" without cache, "prefill", or "decode" after `seen`."""
+def capture(mode: str, tokens: int, batch: int, model: nn.Module, *, regions: bool = False,
+            dynamic: bool | None = False, mark: bool = False,
+            seen: int = 20) -> tuple[GraphModule, Tensor]:  # fmt: skip
+    """The graph of one forward and what eager gives. mode: "plain" without cache, "prefill", "decode" after `seen`."""
     from dscompile.integrations.transformers import StaticV4Cache, prepare
 
     ids = token_ids(seen + tokens, batch)
@@ -93,6 +94,13 @@ def capture(mode: str, tokens: int, batch: int, model: nn.Module, *, regions: bo
             ids = ids[:, seen:].contiguous()
         else:
             ids = ids[:, :tokens].contiguous()
+    if autocast:
+        plain = run
+
+        def run(i: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return plain(i)
+
     if mark:
         torch._dynamo.mark_dynamic(ids, 1)
     gm = functional_graph(run, ids, dynamic=dynamic)
@@ -105,11 +113,13 @@ def rewritten() -> Callable[..., Rewritten]:
     made: dict[str, Rewritten] = {}
 
     def make(mode: str, tokens: int, batch: int, layers: str = "wch", dtype: torch.dtype = torch.float32,
-             regions: bool = False, dynamic: bool | None = False, mark: bool = False, **changes: Any) -> Rewritten:  # fmt: skip
+             regions: bool = False, dynamic: bool | None = False, mark: bool = False,
+             **changes: Any) -> Rewritten:  # fmt: skip
         key = repr((mode, tokens, batch, layers, dtype, regions, dynamic, mark, sorted(changes.items())))
         if key not in made:
             model = build(layers, dtype, **changes)
-            gm, eager = capture(mode, tokens, batch, model, regions=regions, dynamic=dynamic, mark=mark)
+            gm, eager = capture(mode, tokens, batch, model, regions=regions, dynamic=dynamic, mark=mark,
+                                autocast=autocast)  # fmt: skip
             before = run_flat(gm)
             results = default_pipeline().run(gm)
             made[key] = Rewritten(gm, results, before, run_flat(gm), eager)
