@@ -139,9 +139,10 @@ def test_a_warning_comes_before_the_recompile_limit() -> None:
     def grow(x: Tensor) -> Tensor:
         return x * len(x.shape) + x.shape[0]
 
-    with torch._dynamo.config.patch(recompile_limit=4, automatic_dynamic_shapes=False), warnings.catch_warnings(
-        record=True
-    ) as caught:
+    with (
+        torch._dynamo.config.patch(recompile_limit=4, automatic_dynamic_shapes=False),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         function = torch.compile(grow, backend="dsv4", options=EAGER, dynamic=False)
         for size in range(2, 6):

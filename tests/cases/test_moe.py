@@ -122,7 +122,7 @@ def test_one_bad_token_stays_alone(build: Build, dsv4: Callable[..., Any]) -> No
     assert got[0, 5].isnan().any()
 
 
-# -- transformers' indexer -----------------------------------------------------------------------------------------------
+# -- transformers' indexer --------------------------------------------------------------------------------------------
 
 
 def indexer(index_topk: int, tokens: int = 40, batch: int = 2) -> tuple[nn.Module, tuple[Any, ...]]:

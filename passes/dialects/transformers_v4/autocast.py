@@ -82,7 +82,7 @@ def _again(gm: GraphModule, operand: Any, mode: Any) -> Node:
 
 
 def _until_wide(product: Node) -> tuple[list[Node], list[Node]] | None:
-    """All that is made of a product up to casts to float32, in graph order, and those casts; None if it goes elsewhere."""
+    """What is made of a product up to casts to float32, in graph order, and those casts; None if it goes elsewhere."""
     inside, ends, todo = {product}, set[Node](), [product]
     while todo:
         for user in todo.pop().users:

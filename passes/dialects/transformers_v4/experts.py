@@ -61,7 +61,8 @@ _WEIGHTS = {"w": ("act", torch.float32, torch.bfloat16, torch.float16)}
 
 FALLBACK = Pattern(
     name="experts.grouped_fallback", family="experts", dialect="transformers_v4", search=_fallback, replace=_replace,
-    inputs=_INPUTS, scalars=_SCALARS, dtypes=_WEIGHTS, needs=("transformers::grouped_mm_fallback",), key=torch.ops.aten.histc.default,
+    inputs=_INPUTS, scalars=_SCALARS, dtypes=_WEIGHTS, key=torch.ops.aten.histc.default,
+    needs=("transformers::grouped_mm_fallback",),
 )  # fmt: skip
 GROUPED = Pattern(
     name="experts.grouped", family="experts", dialect="transformers_v4", search=_grouped, replace=_replace,

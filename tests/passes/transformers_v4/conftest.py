@@ -74,10 +74,11 @@ def build(layers: str = "wch", dtype: torch.dtype = torch.float32, **changes: An
     return to_dtype(model, dtype)
 
 
-def capture(mode: str, tokens: int, batch: int, model: nn.Module, *, regions: bool = False,
-            dynamic: bool | None = False, mark: bool = False,
-            seen: int = 20) -> tuple[GraphModule, Tensor]:  # fmt: skip
-    """The graph of one forward and what eager gives. mode: "plain" without cache, "prefill", "decode" after `seen`."""
+def capture(
+    mode: str, tokens: int, batch: int, model: nn.Module, *, regions: bool = False, dynamic: bool | None = False,
+    mark: bool = False, seen: int = 20, autocast: bool = False,
+) -> tuple[GraphModule, Tensor]:  # fmt: skip
+    """The graph of one forward and what eager gives. mode: "plain" (no cache), "prefill", or "decode" after `seen`."""
     from dscompile.integrations.transformers import StaticV4Cache, prepare
 
     ids = token_ids(seen + tokens, batch)
@@ -112,10 +113,11 @@ def rewritten() -> Callable[..., Rewritten]:
     """`rewritten(mode, tokens, batch, layers=.., dtype=.., ..)`: see `capture` and `build`; made once a session."""
     made: dict[str, Rewritten] = {}
 
-    def make(mode: str, tokens: int, batch: int, layers: str = "wch", dtype: torch.dtype = torch.float32,
-             regions: bool = False, dynamic: bool | None = False, mark: bool = False,
-             **changes: Any) -> Rewritten:  # fmt: skip
-        key = repr((mode, tokens, batch, layers, dtype, regions, dynamic, mark, sorted(changes.items())))
+    def make(
+        mode: str, tokens: int, batch: int, layers: str = "wch", dtype: torch.dtype = torch.float32,
+        regions: bool = False, dynamic: bool | None = False, mark: bool = False, autocast: bool = False, **changes: Any,
+    ) -> Rewritten:  # fmt: skip
+        key = repr((mode, tokens, batch, layers, dtype, regions, dynamic, mark, autocast, sorted(changes.items())))
         if key not in made:
             model = build(layers, dtype, **changes)
             gm, eager = capture(mode, tokens, batch, model, regions=regions, dynamic=dynamic, mark=mark,
