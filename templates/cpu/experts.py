@@ -1,8 +1,9 @@
 """Routed experts on the CPU: sort by expert, one pair of products per expert that got a token, one weighted sum.
 
-Few tokens an expert (decoding): everything in `cxx/experts.cpp.jinja`, which reads each weight once, in place, on AMX
-tiles for bf16 from four tokens on. Many (a prompt): PyTorch's matrix products on contiguous slices, with the
-activation and the sum in C++. Roundings are those of the reference.
+Few tokens an expert (decoding): each weight is read once, in place, on AMX tiles for bf16 from four tokens on. Many (a
+prompt): blocks of tokens of one expert go through both products and the activation on tiles, without leaving the cache.
+Where there are no tiles: PyTorch's matrix products on contiguous slices, with the activation and the sum in C++.
+Roundings are those of the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
 
 # Tokens an expert up to which reading its weights in place beats PyTorch's product.
-_FEW = {torch.bfloat16: 128, torch.float16: 4, torch.float32: 4}
+_FEW = {torch.bfloat16: 24, torch.float16: 4, torch.float32: 4}
 _PLAIN_SUM, _WEIGHTED, _WEIGHTED_ROUNDED = 0, 1, 2
 
 
@@ -75,17 +76,18 @@ def experts(
     out = x.new_empty(x.shape, dtype=out_dtype)
     wide = int(out_dtype == torch.float32)
     dim, inner = x.shape[1], w2.shape[2]
-    if tokens * k <= _FEW[x.dtype] * min(count, tokens * k):
-        few = native.function("experts", "experts_few", "pqqqqqqpqqpqqppppfiiipi", x.dtype)
-        assert few is not None
-        settle(w13)
-        settle(w2)
-        few(
-            x.data_ptr(), x.stride(0), tokens, k, dim, inner, count, w13.data_ptr(), w13.stride(0),
-            w13.stride(1), w2.data_ptr(), w2.stride(0), w2.stride(1), order.data_ptr(), offsets.data_ptr(),
-            place.data_ptr(), weights.data_ptr(), clamp, int(weight_before_down), mode, wide, out.data_ptr(),
-            native.threads(),
-        )  # fmt: skip
+    # Few tokens an expert: each weight is read once and that is the work. Many: whole blocks of tokens on tiles.
+    name = "experts_few" if tokens * k <= _FEW[x.dtype] * min(count, tokens * k) else "experts_many"
+    kernel = native.function("experts", name, "pqqqqqqpqqpqqppppfiiipi", x.dtype)
+    assert kernel is not None
+    settle(w13)
+    settle(w2)
+    refused = kernel(
+        x.data_ptr(), x.stride(0), tokens, k, dim, inner, count, w13.data_ptr(), w13.stride(0), w13.stride(1),
+        w2.data_ptr(), w2.stride(0), w2.stride(1), order.data_ptr(), offsets.data_ptr(), place.data_ptr(),
+        weights.data_ptr(), clamp, int(weight_before_down), mode, wide, out.data_ptr(), native.threads(),
+    )  # fmt: skip
+    if not refused:
         return out
     activate = native.function("experts", "experts_activate", "pqqfipppi", x.dtype)
     combine = native.function("experts", "experts_combine", "pppqqqiipi", x.dtype)

@@ -30,6 +30,8 @@ def weights_of(count: int, dim: int, inner: int, dtype: torch.dtype) -> tuple[Te
         (40, 2, 3, 64, 48),
         (9, 2, 40, 96, 64),
         (150, 2, 2, 64, 96),
+        (600, 2, 3, 64, 32),  # blocks of tokens on tiles for bf16
+        (300, 1, 2, 48, 32),  # no whole tiles: PyTorch's products
     ],
 )
 def test_experts(
