@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,13 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process and what it started."""
+        if self._connection.closed:
+            return
         self._connection.close()
-        self._process.join(timeout=5)  # it leaves by itself when the connection closes, unless it is busy
         assert self._process.pid is not None
+        wait([self._process.sentinel], timeout=5)  # it leaves by itself now, unless it is busy
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)  # before join, which frees its number for another process
         self._process.kill()
         self._process.join()
 
