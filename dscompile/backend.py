@@ -59,6 +59,7 @@ def dsv4(
         original = copy_graph(graph) if settings.verify else None
         snapshots = Snapshots(keep=settings.verify)
         rewrite(graph, names, settings, entry, snapshots)
+        _warn_of_gaps(entry)
         entry.rewrite_seconds = time.perf_counter() - began
         run = _compile(graph, inputs, settings, entry)
         if original is not None:
@@ -98,6 +99,13 @@ def _leave_unchanged(
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
+
+
+def _warn_of_gaps(entry: report.GraphReport) -> None:
+    if entry.gaps:
+        more = f" (and {len(entry.gaps) - 1} more layers)" if len(entry.gaps) > 1 else ""
+        message = f"{entry.gaps[0]}{more}; print(dscompile.last_report()) says why"
+        warnings.warn(message, DscompileWarning, stacklevel=3)
 
 
 def _publish(entry: report.GraphReport, settings: Options) -> None:

@@ -58,7 +58,10 @@ class PassTiming:
 
 @dataclass
 class GraphReport:
-    """One graph as the backend compiled it. Times are seconds of this process's wall clock."""
+    """One graph as the backend compiled it. Times are seconds of this process's wall clock.
+
+    gaps: layers that must hold a part which was not recognised in them, one line each.
+    """
 
     name: str
     inputs: str = ""
@@ -68,6 +71,7 @@ class GraphReport:
     region_calls: int = 0
     matches: list[Match] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     lowerings: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -231,6 +235,8 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
     for miss in graph.misses:
         where = f"{miss.layer or 'outside layers'}, {miss.node}" + (f", {miss.source}" if miss.source else "")
         yield Text(f"near miss: {miss.family}/{miss.pattern} at {where}: {miss.reason}", style="yellow")
+    for line in graph.gaps:
+        yield Text(f"missing: {line}", style="yellow")
     for note in graph.notes:
         yield Text(f"note: {note}")
 
@@ -259,5 +265,5 @@ def _html_graph(graph: GraphReport) -> str:
                 [[m.layer, m.family, m.pattern, m.node, m.source, m.reason] for m in graph.misses],
             )
         )
-    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.shared, *graph.notes])
+    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.shared, *graph.gaps, *graph.notes])
     return "".join(parts)

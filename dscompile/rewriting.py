@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from dscompile.completeness import gaps
 from dscompile.options import Options
 from dscompile.passes.default import default_pipeline, pass_names
 from dscompile.passes.engine import PassContext, PassResult
@@ -27,7 +28,10 @@ STEPS = ("share",)
 
 
 class StrictError(RuntimeError):
-    """`strict=True` and something that resembles DeepSeek mathematics was not recognised; the message lists it."""
+    """`strict=True` and something that resembles DeepSeek mathematics, or that a layer must have, was not recognised.
+
+    The message lists it.
+    """
 
 
 @dataclass
@@ -69,7 +73,8 @@ def rewrite(
     off = [name for name in options.disable if name not in STEPS]
     results = default_pipeline(off).run(graph, PassContext(options), hook=after)
     _record(results, labels, entry)
-    if options.strict and entry.misses:
+    entry.gaps = gaps(entry.matches, off)
+    if options.strict and (entry.misses or entry.gaps):
         raise StrictError(_strict_message(entry))
     for region in {region_module(graph, call) for call in region_calls(graph)}:
         functionalise_writes(region)
@@ -137,7 +142,9 @@ def _lower(graph: fx.GraphModule, options: Options, entry: GraphReport) -> None:
 
 
 def _strict_message(entry: GraphReport) -> str:
-    lines = [f"strict: {len(entry.misses)} places resemble DeepSeek mathematics and were not recognised"]
+    places = len(entry.misses) + len(entry.gaps)
+    lines = [f"strict: {places} places resemble DeepSeek mathematics or must hold some, and were not recognised"]
+    lines += [f"  {line}" for line in entry.gaps]
     for miss in entry.misses[:20]:
         where = f"{miss.layer or 'outside layers'}, {miss.node}, {miss.source}"
         lines.append(f"  {miss.family}/{miss.pattern} at {where}: {miss.reason}")
