@@ -144,7 +144,7 @@ def expected_counts(config: Any, cached: bool) -> dict[str, int]:
 def assert_complete(graph: Any, config: Any, cached: bool) -> None:
     want = expected_counts(config, cached)
     assert {family: graph.counts().get(family, 0) for family in want} == want, graph.inputs
-    assert not graph.misses, graph.misses
+    assert not graph.misses and not graph.gaps, graph.misses
 
 
 def test_everything_is_recognised_in_every_graph(v4: Both, one_shot: Tensor) -> None:

@@ -306,4 +306,4 @@ def test_two_graphs_in_all_with_everything_recognised(v41: Both, one_shot: Tenso
     }  # fmt: skip
     for graph in graphs:
         assert {family: graph.counts().get(family, 0) for family in want} == want
-        assert not graph.misses, graph.misses
+        assert not graph.misses and not graph.gaps, graph.misses
