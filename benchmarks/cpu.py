@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from cpu_cases import MODELS, MODES, Case, Setup, cases
 from cpu_process import Worker, WorkerError, cache_root
-from cpu_tables import case_table, compile_cost_table, compile_table, machine, print_all
+from cpu_tables import case_table, compile_cost_table, compile_table, machine, memory_table, print_all
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -251,7 +251,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     empty: dict[str, Any] = {"sizes": {}, "workers": {}, "cases": [], "compile_cost": [], "failures": []}
     results = {**machine(options), **empty}
     shown = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -264,7 +264,7 @@ def main() -> int:
     results["load_at_end"] = os.getloadavg()
     if options.json:
         options.json.write_text(json.dumps(results, indent=1, default=str))
-    tables = [compile_cost_table] if options.compile_cost else [case_table]
+    tables = [compile_cost_table] if options.compile_cost else [case_table, memory_table]
     if not options.compile_cost and options.modes != ["eager"]:
         tables.append(compile_table)
     print_all(console, results, tables)

@@ -64,9 +64,9 @@ def print_all(console: Console, results: dict[str, Any], tables: list[Callable[[
 
 
 def _table(title: str, *columns: str, left: int) -> Table:
-    table = Table(*columns, title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for column in table.columns[left:]:
-        column.justify = "right"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place >= left else "left", no_wrap=place == 0)
     return table
 
 
@@ -80,34 +80,56 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} x"
 
 
+def _case(case: dict[str, Any]) -> str:
+    return f"{case['model']} {case['name'].removesuffix(', batch 1')}"
+
+
+def _short(error: str) -> str:
+    """A cell's worth of an error; the whole message stands below the tables."""
+    if error.startswith("did not finish in "):
+        return "> " + error.removeprefix("did not finish in ")
+    return "not tried" if error.startswith("not tried") else "failed"
+
+
 def case_table(results: dict[str, Any]) -> Table:
-    """Ratios first: how much faster dsv4 is, then the medians, the memory and how well outputs agree."""
+    """Ratios first: how much faster dsv4 is; then the medians."""
     modes = results["settings"]["modes"]
-    wanted = [other for other in ("stock", "eager") if other in modes and "dsv4" in modes]
-    table = _table("Median times, a whole prompt or one decoded token", "model", "case",
-                   *(f"dsv4 vs {other}" for other in wanted), *modes, *(f"{mode} GB" for mode in modes),
-                   "cosine", left=2)  # fmt: skip
+    others = [other for other in ("stock", "eager") if other in modes and "dsv4" in modes]
+    table = _table("Median times: a whole prompt, or one decoded token of every sequence", "case",
+                   *(f"dsv4 vs {other}" for other in others), *modes, left=1)  # fmt: skip
     for case in results["cases"]:
-        records = case["modes"]
-        cells = [_ratio(case["ratios"].get(f"dsv4 vs {other}")) for other in wanted]
-        cells += [records[m].get("error") or _seconds(records[m].get("median_seconds")) for m in modes]
-        cells += [f"{records[m]['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in records[m] else "-" for m in modes]
-        cosines = [records[m]["cosine_mean"] for m in modes[1:] if "cosine_mean" in records[m]]
-        table.add_row(case["model"], case["name"], *cells, f"{min(cosines):.4f}" if cosines else "-")
+        records = [case["modes"][mode] for mode in modes]
+        ratios = [_ratio(case["ratios"].get(f"dsv4 vs {other}")) for other in others]
+        times = [_short(r["error"]) if "error" in r else _seconds(r.get("median_seconds")) for r in records]
+        table.add_row(_case(case), *ratios, *times)
+    return table
+
+
+def memory_table(results: dict[str, Any]) -> Table:
+    """Peak memory of each process while it ran the case, and how far outputs agree with the first mode's."""
+    modes = results["settings"]["modes"]
+    table = _table("Peak memory in GB (weights and torch included); logits beside the first mode's", "case", *modes,
+                   *(f"{mode} {what}" for mode in modes[1:] for what in ("cosine", "same token")), left=1)  # fmt: skip
+    for case in results["cases"]:
+        records = [case["modes"][mode] for mode in modes]
+        cells = [f"{r['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in r else "-" for r in records]
+        for r in records[1:]:
+            cells += [f"{r['cosine_mean']:.4f}", f"{r['same_token']:.0%}"] if "cosine_mean" in r else ["-", "-"]
+        table.add_row(_case(case), *cells)
     return table
 
 
 def compile_table(results: dict[str, Any]) -> Table:
-    """Seconds of compiling from nothing: Dynamo's part and the backend's."""
+    """Seconds of compiling from nothing, and the backend's part of it (the rest is Dynamo's)."""
     modes = [mode for mode in results["settings"]["modes"] if mode != "eager"]
-    columns = [f"{mode} {part}" for mode in modes for part in ("s", "of it backend")]
-    table = _table("Compiling, seconds", "model", "case", *columns, "matches", "near misses", left=2)
+    columns = [column for mode in modes for column in (mode, "backend")]
+    table = _table("Seconds of compiling, and the backend's part", "case", *columns, "matches", "near misses", left=1)
     for case in results["cases"]:
         cells = []
         for mode in modes:
             record = case["modes"][mode]
             if "first_call_seconds" not in record:
-                cells += [record.get("error", "-"), "-"]
+                cells += [_short(record["error"]) if "error" in record else "-", "-"]
                 continue
             run = record.get("median_seconds", 0.0)
             steps = results["settings"]["steps"] if case["phase"] == "decode" else 1
@@ -115,18 +137,18 @@ def compile_table(results: dict[str, Any]) -> Table:
         reports = case["modes"].get("dsv4", {}).get("reports", [])
         matches = sum(sum(report["matches"].values()) for report in reports)
         misses = sum(report["near_misses"] for report in reports)
-        table.add_row(case["model"], case["name"], *cells, str(matches), str(misses))
+        table.add_row(_case(case), *cells, str(matches), str(misses))
     return table
 
 
 def compile_cost_table(results: dict[str, Any]) -> Table:
     """The cost of depth: what comes after Dynamo should hardly grow from 8 layers to 40."""
     table = _table("V4.1's miniature, compiling from nothing, seconds", "mode", "layers", "case", "after Dynamo",
-                   "capture", "rewrite", "Inductor", "Dynamo and first run", "layer kinds", "their layers",
+                   "capture", "rewrite", "Inductor", "Dynamo, first run", "kinds", "of layers",
                    left=3)  # fmt: skip
     for row in results["compile_cost"]:
         if "error" in row:
-            table.add_row(row["mode"], str(row["layers"]), row["name"], row["error"])
+            table.add_row(row["mode"], str(row["layers"]), row["name"], _short(row["error"]))
             continue
         parts = [sum(report[f"{part}_seconds"] for report in row["reports"])
                  for part in ("capture", "rewrite", "compile")]  # fmt: skip

@@ -149,7 +149,8 @@ def test_tables_show_errors_and_missing_numbers(cpu: ModuleType):
             "modes": {"eager": good, "stock": {"error": "did not finish in 9 s"}, "dsv4": good}}  # fmt: skip
     results = {"settings": {"modes": ["eager", "stock", "dsv4"], "steps": 2}, "cases": [case]}
     text = _text(cpu_tables.case_table(results))
-    assert "2.00 x" in text and "did not finish in 9 s" in text and "500 ms" in text
+    assert "2.00 x" in text and "> 9 s" in text and "500 ms" in text
+    assert "2.0" in _text(cpu_tables.memory_table(results))
     assert "8.5" in _text(cpu_tables.compile_table(results))
 
 
