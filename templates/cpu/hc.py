@@ -1,9 +1,10 @@
 """Hyper-connections on the CPU: the mixes, Sinkhorn and collapse of a block in one pass over the streams.
 
-`cxx/hc.cpp.jinja` is generated for a number of streams n. Four tokens at a time are widened to fp32 once, multiplied
-with `fn` and squared for the norm; sigmoid and Sinkhorn run on sixteen tokens side by side; the collapse and its
-RMSNorm then find the streams in the cache. Scaling by the inverse root mean square always follows the product: for a
-linear map that differs from norming first only in fp32 rounding.
+`cxx/hc.cpp.jinja` is generated for a number of streams n. A few tokens at a time are multiplied with `fn` and squared
+for the norm; sigmoid and Sinkhorn run on sixteen tokens side by side; the collapse and its RMSNorm then find the
+streams in the cache. Many bf16 tokens are multiplied on AMX tiles, with `fn` as the sum of three bf16 matrices, which
+loses nothing against an fp32 product. Scaling by the inverse root mean square always follows the product: for a linear
+map that differs from norming first only in fp32 rounding.
 """
 
 from __future__ import annotations

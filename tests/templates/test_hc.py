@@ -25,7 +25,7 @@ def mixes(n: int, dim: int, rows: int, scales: int) -> tuple[Tensor, Tensor, Ten
 )
 def test_pre(check: Callable[..., Any], n: int, dim: int, dtype: torch.dtype) -> None:
     fn, scale, base = mixes(n, dim, n * (n + 2), 3)
-    for tokens in ((0,), (1,), (2, 9), (37,)):
+    for tokens in ((0,), (1,), (2, 9), (37,), (3, 25)):
         streams = torch.randn(*tokens, n, dim).to(dtype)
         for pre_in, weight, first in ((None, torch.rand(dim), True), (torch.rand(*tokens, n), None, False)):
             check(hc.hc_pre, streams, fn, scale, base, pre_in, weight, 1e-6, 1e-6, 20, 1e-6, first)
@@ -69,13 +69,26 @@ def test_permuted_streams_and_narrow_parameters(check: Callable[..., Any]) -> No
     check(hc.hc_post, torch.randn(32, 7).t(), streams, torch.rand(4, 7).t(), torch.rand(7, 4, 4).transpose(1, 2), True)
 
 
-def test_one_bad_token_stays_alone(fast: Callable[..., Any]) -> None:
+def test_products_on_tiles_are_those_of_fp32(fast: Callable[..., Any]) -> None:
+    """Against float64: as close as an fp32 product, although the tiles multiply bf16."""
+    fn, scale, base = mixes(4, 256, 24, 3)
+    fn *= torch.exp2(torch.randint(-12, 12, fn.shape).float())
+    streams = torch.randn(80, 4, 256).to(torch.bfloat16)
+    args = (fn, scale, base, None, None, 1e-6, 1e-6, 20, 1e-6, False)
+    flat = streams.flatten(1).double()
+    mix = flat @ fn.double().t() * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+    want = torch.sigmoid(mix[:, :4] * scale[0] + base[:4]) + 1e-6
+    torch.testing.assert_close(fast(hc.hc_pre, streams, *args)[1].double(), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(19, torch.float32), (70, torch.bfloat16)])
+def test_one_bad_token_stays_alone(fast: Callable[..., Any], count: int, dtype: torch.dtype) -> None:
     """Sixteen tokens share vector lanes; NaN and infinity in one of them must not reach another."""
     fn, scale, base = mixes(4, 32, 24, 3)
-    streams = torch.randn(19, 4, 32)
+    streams = torch.randn(count, 4, 32).to(dtype)
     dirty = streams.clone()
     dirty[3], dirty[7, 1, 5] = torch.nan, torch.inf
-    keep = [t for t in range(19) if t not in (3, 7)]
+    keep = [t for t in range(count) if t not in (3, 7)]
     args = (fn, scale, base, None, torch.rand(32), 1e-6, 1e-6, 20, 1e-6, True)
     for clean, touched in zip(fast(hc.hc_pre, streams, *args), fast(hc.hc_pre, dirty, *args), strict=True):
         assert torch.equal(clean[keep], touched[keep])
