@@ -109,6 +109,12 @@ def capture(
 
 
 @pytest.fixture(scope="session")
+def miniature() -> Callable[..., nn.Module]:
+    """`build`, for tests that want the model itself."""
+    return build
+
+
+@pytest.fixture(scope="session")
 def rewritten() -> Callable[..., Rewritten]:
     """`rewritten(mode, tokens, batch, layers=.., dtype=.., ..)`: see `capture` and `build`; made once a session."""
     made: dict[str, Rewritten] = {}
