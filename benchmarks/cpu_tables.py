@@ -147,14 +147,15 @@ def compile_cost_table(results: dict[str, Any]) -> Table:
                    "capture", "rewrite", "Inductor", "Dynamo, first run", "kinds", "of layers",
                    left=3)  # fmt: skip
     for row in results["compile_cost"]:
+        case = row["name"].removesuffix(", batch 1")
         if "error" in row:
-            table.add_row(row["mode"], str(row["layers"]), row["name"], _short(row["error"]))
+            table.add_row(row["mode"], str(row["layers"]), case, _short(row["error"]))
             continue
         parts = [sum(report[f"{part}_seconds"] for report in row["reports"])
                  for part in ("capture", "rewrite", "compile")]  # fmt: skip
         kinds = [str(sum(report[name] for report in row["reports"])) for name in ("regions", "region_calls")]
         shown = [f"{part:.1f}" for part in parts] if row["reports"] else ["-"] * 3
         rest = row["first_call_seconds"] - row["backend_seconds"]
-        table.add_row(row["mode"], str(row["layers"]), row["name"], f"{row['backend_seconds']:.1f}", *shown,
-                      f"{rest:.1f}", *(kinds if row["reports"] else ["-", "-"]))  # fmt: skip
+        numbers = [f"{row['backend_seconds']:.1f}", *shown, f"{rest:.1f}", *(kinds if row["reports"] else ["-", "-"])]
+        table.add_row(row["mode"], str(row["layers"]), case, *numbers)
     return table
