@@ -1,4 +1,4 @@
-"""Rows read by index on the CPU: the packed rows are picked first, then decoded, so that the work follows the picks."""
+"""Rows read by index on the CPU: each row is decoded where it is picked."""
 
 from __future__ import annotations
 
@@ -6,44 +6,58 @@ import torch
 from torch import Tensor
 
 from dscompile.ops import OPS
+from dscompile.templates.cpu import native
+from dscompile.templates.cpu.layout import PLAIN, format_pointer, known, row_bytes
+from dscompile.templates.cpu.native import ELEMENT, plain
 from dscompile.templates.cpu.record import CpuTemplate
-from dscompile.templates.cpu.rows import unpack_rows
 
 
-def _in_range(rows: Tensor, indices: Tensor, rank: int) -> bool:
-    if rows.dim() != 3 or indices.dim() != rank or rows.shape[0] != indices.shape[0] or rows.shape[1] == 0:
-        return False
-    low, high = (-1, -1) if indices.numel() == 0 else (int(indices.min()), int(indices.max()))
-    return low >= -1 and high < rows.shape[1]
+def _launch(
+    name: str, rows: Tensor, indices: Tensor, rank: int, format: str, dim: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Run one of the two kernels; None if it cannot take the arguments or an index is out of range."""
+    fits = (
+        rows.dim() == 3
+        and indices.dim() == rank
+        and indices.shape[0] == rows.shape[0]
+        and dim > 0
+        and dtype in ELEMENT
+        and known(format, dim)
+        and rows.dtype == (dtype if format == PLAIN else torch.uint8)
+        and rows.shape[2] * rows.element_size() == row_bytes(format, dim, dtype)
+    )
+    kernel = native.function("rows", name, "ppqqqpqqqpi", dtype) if fits else None
+    if kernel is None:
+        return None
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    batch, capacity = rows.shape[:2]
+    indices = plain(indices, torch.int64)
+    count = indices.shape[1] if rank == 2 else indices.shape[1] * indices.shape[2]
+    out = rows.new_empty((batch, count if rank == 2 else capacity, dim), dtype=dtype)
+    size = rows.element_size()
+    failed = kernel(
+        format_pointer(format, dim, dtype), rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size, capacity,
+        indices.data_ptr(), batch, count, dim, out.data_ptr(), native.threads(),
+    )  # fmt: skip
+    return None if failed else out
 
 
 def gather_rows(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
     """`dsv4::gather_rows`: rows [B, C, row bytes], indices [B, K] -> [B, K, dim]; zeros for -1."""
-    values = None
-    if _in_range(rows, indices, 2):
-        batch = torch.arange(rows.shape[0]).unsqueeze(1)
-        values = unpack_rows(rows[batch, indices.clamp(min=0)], format, dim, dtype)
-    if values is None:
-        reference: Tensor = OPS["gather_rows"].reference(rows, indices, format, dim, dtype)
-        return reference
-    return values.masked_fill_((indices < 0).unsqueeze(-1), 0)
+    out = _launch("rows_gather", rows, indices, 2, format, dim, dtype)
+    if out is None:
+        out = OPS["gather_rows"].reference(rows, indices, format, dim, dtype)
+    assert out is not None
+    return out
 
 
 def unpack_used(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
     """`dsv4::unpack_used`: rows [B, C, row bytes], indices [B, T, K] -> [B, C, dim]; zeros behind the last one."""
-    if not _in_range(rows, indices, 3):
-        reference: Tensor = OPS["unpack_used"].reference(rows, indices, format, dim, dtype)
-        return reference
-    out = rows.new_zeros((*rows.shape[:2], dim), dtype=dtype)
-    if indices.numel() == 0:
-        return out
-    for sequence, used in enumerate((indices.flatten(1).amax(1) + 1).tolist()):
-        if used:
-            values = unpack_rows(rows[sequence, :used], format, dim, dtype)
-            if values is None:
-                reference = OPS["unpack_used"].reference(rows, indices, format, dim, dtype)
-                return reference
-            out[sequence, :used] = values
+    out = _launch("rows_used", rows, indices, 3, format, dim, dtype)
+    if out is None:
+        out = OPS["unpack_used"].reference(rows, indices, format, dim, dtype)
+    assert out is not None
     return out
 
 

@@ -15,6 +15,8 @@ from dscompile.templates.cpu.linear import few_rows
 from dscompile.templates.cpu.native import ELEMENT, plain, pointer
 from dscompile.templates.cpu.record import CpuTemplate
 
+# Rows of fp32 up to which dot products beat a library's matrix product.
+_FEW = 8
 _SCORES = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
 
 
@@ -23,8 +25,11 @@ def _logits(x: Tensor, weight: Tensor, fp32: bool) -> Tensor:
     if not fp32:
         out = few_rows(x, weight)
         return F.linear(x, weight) if out is None else out
+    if x.dtype != weight.dtype or (x.dtype != torch.bfloat16 and x.shape[0] <= _FEW):
+        x, weight = x.float(), weight.float()
     kernel = None
-    if x.dtype == weight.dtype == torch.bfloat16 and x.stride(1) == 1 and weight.stride(1) == 1:
+    own = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.shape[0] <= _FEW)
+    if own and x.stride(1) == 1 and weight.stride(1) == 1:
         kernel = native.function("router", "router_logits", "pqpqqqqpi", x.dtype)
     if kernel is None:
         return F.linear(x.float(), weight.float())
