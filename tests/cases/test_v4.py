@@ -30,10 +30,14 @@ class Both(NamedTuple):
         return StaticV4Cache(self.eager.config, BATCH, max_tokens, self.eager.dtype)
 
     def feed(self, ids: Tensor, sizes: Sequence[int], cache: StaticV4Cache | None = None) -> Tensor:
-        """Logits of ids [2, sum of sizes], in chunks, compiled."""
+        """Logits of ids [2, sum of sizes], in chunks, compiled.
+
+        Chunks are copies: where a slice begins in memory is something that torch makes graphs for.
+        """
         assert sum(sizes) == ids.shape[1]
         cache = cache or self.new_cache()
-        return torch.cat([self.compiled(part, cache=cache).logits for part in ids.split(list(sizes), 1)], 1)
+        parts = [part.clone() for part in ids.split(list(sizes), 1)]
+        return torch.cat([self.compiled(part, cache=cache).logits for part in parts], 1)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +163,7 @@ def test_everything_is_recognised_in_every_graph(v4: Both, one_shot: Tensor) -> 
 
 @pytest.mark.slow
 def test_other_lengths_share_graphs(v4: Both, one_shot: Tensor, dsv4: Callable[..., Any]) -> None:
-    """R07, R12, R21, R23. The report's own split and all short prompts, with lengths that are not fixed."""
+    """R06, R07, R12, R21, R23. The reported split and all short prompts, with lengths that are not fixed; strict."""
     torch._dynamo.reset()
     flexible = Both(v4.eager, dsv4(v4.eager, strict=True))
     for sizes in ([3, 5, 1, 7, 8, 16], [24, 16], [39, 1], [7, 1, 1, 1, 30], [5, 2, 33], [5, 4, 2, 3, 26]):
@@ -167,6 +171,6 @@ def test_other_lengths_share_graphs(v4: Both, one_shot: Tensor, dsv4: Callable[.
     for length in (1, 2, 3, 4, 5, 7, 8, 9):
         close(flexible.feed(IDS[:, :length], [length]), one_shot[:, :length])
     graphs = flexible.compiled.report.graphs
-    assert len(graphs) <= 6
+    assert len(graphs) == 5  # the first length on its own; one token; up to 4, up to 8, and more
     for graph in graphs:
         assert_complete(graph, v4.eager.config, cached=True)
