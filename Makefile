@@ -14,11 +14,12 @@ export OMP_WAIT_POLICY          ?= PASSIVE
 export GOMP_SPINCOUNT           ?= 0
 export TRITON_DEFAULT_FP_FUSION ?= 0
 export TORCHINDUCTOR_CACHE_DIR  ?= $(CURDIR)/.cache/inductor
+export TRITON_CACHE_DIR        ?= $(CURDIR)/.cache/triton
 export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-slow lint format typecheck check bench clean distclean
+.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -41,13 +42,22 @@ demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognise
 # One torch thread per test process: two processes on two cores beat two threads in one.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
 
+# Triton decides when it is imported whether kernels are compiled or interpreted, so those tests run on their own.
+INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+
 test: $(STAMP) ## Run the tests, but for the slow ones
 	@printf '==> pytest, %s processes, without the slow tests\n' $(WORKERS)
 	@$(PYTEST) -m 'not slow' $(ARGS)
+	@printf "==> pytest, kernels in Triton's interpreter\n"
+	@$(INTERPRETED) -m 'not slow'
 
 test-all: $(STAMP) ## Run every test
 	@printf '==> pytest, %s processes, every test\n' $(WORKERS)
 	@$(PYTEST) $(ARGS)
+	@$(INTERPRETED)
+
+test-kernels: $(STAMP) ## Run the kernels in Triton's interpreter (ARGS=tests/interpreted/test_rms_norm.py for one file)
+	@$(if $(ARGS),TRITON_INTERPRET=1 $(PYTEST) $(ARGS),$(INTERPRETED) -m 'not slow')
 
 test-slow: $(STAMP) ## Run the slow tests only
 	@printf '==> pytest, %s processes, slow tests only\n' $(WORKERS)

@@ -43,6 +43,20 @@ UNKNOWN = Constant(None, "unknown", "differs between machines")
 ABSENT = Constant(0, "datasheet", "the architecture has none")
 
 
+FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "tma": "asynchronous copies of tiles by descriptor",
+        "wgmma": "warp-group matrix products, operands in shared memory (HGMMA)",
+        "tcgen05": "fifth-generation tensor cores with tensor memory (UTCHMMA and its kin)",
+        "block_scaled_mma": "products of FP8 and FP4 with block scales in the tensor core",
+        "e2m1_cvt": "conversion between fp32 and E2M1 in one instruction",
+        "pdl": "a kernel may start before the one before it has ended",
+    }
+)
+_HOPPER = frozenset(("tma", "wgmma", "pdl"))
+_BLACKWELL = frozenset(("tma", "tcgen05", "block_scaled_mma", "e2m1_cvt", "pdl"))
+
+
 @dataclass(frozen=True)
 class Target:
     """One machine.
@@ -50,6 +64,7 @@ class Target:
     flops_per_s: dense peak by operand type (2 FLOP per multiply-add); a type that is missing has no matrix unit.
     "fp4" is FP4 x FP4: FP8 activations times FP4 weights run at the "fp8" rate.
     link_bytes_per_s: one direction, from one device to all others of its domain of `link_domain_devices`.
+    smem_bytes_per_block: what one kernel may ask for. features: of `FEATURES`, what variants of kernels depend on.
     """
 
     name: str
@@ -61,10 +76,18 @@ class Target:
     flops_per_s: Mapping[str, Constant] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     sm_count: Constant = UNKNOWN
     smem_bytes_per_sm: Constant = UNKNOWN
+    smem_bytes_per_block: int = 0
+    features: frozenset[str] = frozenset()
     tmem_bytes_per_sm: Constant = UNKNOWN
     l2_bytes: Constant = UNKNOWN
     link_bytes_per_s: Constant = UNKNOWN
     link_domain_devices: Constant = UNKNOWN
+
+    def has(self, feature: str) -> bool:
+        """Whether the machine has `feature`, one of `FEATURES`; ValueError for any other name."""
+        if feature not in FEATURES:
+            raise ValueError(f"unknown feature {feature!r}; allowed: {', '.join(FEATURES)}")
+        return feature in self.features
 
     def constants(self) -> dict[str, Constant]:
         """Every constant by name, with one `flops_per_s.<type>` entry per operand type."""
@@ -126,6 +149,8 @@ def _gpu(
         flops_per_s=MappingProxyType({kind: of(value) for kind, value in flops_per_s.items()}),
         sm_count=of(sm_count),
         smem_bytes_per_sm=of(228 * KIB),
+        smem_bytes_per_block=227 * KIB,
+        features=_BLACKWELL if capability >= (10, 0) else _HOPPER,
         tmem_bytes_per_sm=of(tmem_bytes_per_sm) if tmem_bytes_per_sm else ABSENT,
         l2_bytes=of(l2_bytes),
         link_bytes_per_s=of(link_bytes_per_s),

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,6 +16,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+# Kernels of one process are either compiled or interpreted: `make test` runs pytest twice.
+collect_ignore = [] if INTERPRETING else ["interpreted"]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -27,6 +33,11 @@ settings.load_profile("dscompile")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not INTERPRETING:
+        terminalreporter.write_line("tests/interpreted is not among these: make test-kernels")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,107 @@
+"""What the machine code of a kernel says about it: registers, spills, tensor cores, width of memory accesses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# SASS mnemonics of products in tensor cores, and what they are
+TENSOR_CORE = {
+    "UTCOMMA": "tcgen05 block-scaled FP4", "UTCQMMA": "tcgen05 FP8/FP4 mixed", "UTCHMMA": "tcgen05 16-bit",
+    "UTCIMMA": "tcgen05 integer", "HGMMA": "wgmma 16-bit", "QGMMA": "wgmma FP8", "IGMMA": "wgmma integer",
+    "HMMA": "mma.sync 16-bit", "QMMA": "mma.sync FP8", "OMMA": "mma.sync FP4", "IMMA": "mma.sync integer",
+}  # fmt: skip
+_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+class ToolError(RuntimeError):
+    """A tool of the CUDA binary utilities is missing or failed; the message names it and what to do."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Read from one cubin.
+
+    stack_bytes: per thread, spills and local arrays. spills: instructions that access local memory.
+    loads, stores: of global memory, {bytes per thread: instructions}. tensor_core: {mnemonic: instructions}.
+    """
+
+    registers: int
+    stack_bytes: int
+    static_shared_bytes: int
+    spills: int
+    instructions: int
+    loads: dict[int, int] = field(default_factory=dict)
+    stores: dict[int, int] = field(default_factory=dict)
+    tensor_core: dict[str, int] = field(default_factory=dict)
+    tma: int = 0
+    async_copies: int = 0
+
+    def describe_tensor_core(self) -> str:
+        """`UTCQMMA x 4 (tcgen05 FP8/FP4 mixed)`, or "none"."""
+        found = (f"{name} x {count} ({TENSOR_CORE[name]})" for name, count in self.tensor_core.items())
+        return ", ".join(found) or "none"
+
+
+def read(cubin: bytes) -> Facts:
+    """The facts of a cubin with one kernel. Raises ToolError."""
+    with tempfile.TemporaryDirectory(prefix="dscompile-") as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _run("cuobjdump", "--dump-resource-usage", str(path))
+        sass = _run("nvdisasm", "-c", str(path))
+    return parse(usage, sass)
+
+
+def parse(usage: str, sass: str) -> Facts:
+    """The facts from the text of `cuobjdump --dump-resource-usage` and of `nvdisasm -c`."""
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    if "REG" not in numbers:
+        raise ToolError(f"cuobjdump reported no registers; its output was: {usage.strip()[:200]}")
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    tensor_core: Counter[str] = Counter()
+    spills = tma = copies = total = 0
+    for mnemonic in re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", sass, re.M):
+        total += 1
+        name, *parts = mnemonic.split(".")
+        if name in ("LDG", "STG"):
+            width = next((_WIDTH[part] for part in parts if part in _WIDTH), 4)
+            (loads if name == "LDG" else stores)[width] += 1
+        elif name in ("LDL", "STL"):
+            spills += 1
+        elif name in ("UTMALDG", "UTMASTG"):
+            tma += 1
+        elif name in ("LDGSTS", "UBLKCP"):
+            copies += 1
+        elif name in TENSOR_CORE:
+            tensor_core[name] += 1
+    return Facts(
+        registers=numbers["REG"], stack_bytes=numbers.get("STACK", 0), static_shared_bytes=numbers.get("SHARED", 0),
+        spills=spills, instructions=total, loads=dict(sorted(loads.items())), stores=dict(sorted(stores.items())),
+        tensor_core=dict(tensor_core), tma=tma, async_copies=copies,
+    )  # fmt: skip
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    path = getattr(triton.knobs.nvidia, name).path
+    if not Path(path).is_file():
+        raise ToolError(f"{name} not found at {path}; Triton's wheel carries one, unset TRITON_{name.upper()}_PATH")
+    return str(path)
+
+
+def _run(name: str, *arguments: str) -> str:
+    tool = _tool(name)
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=120)
+    except OSError as error:
+        raise ToolError(f"{name} ({tool}) cannot be started: {error}") from error
+    if done.returncode:
+        raise ToolError(f"{name} ({tool}) failed with {done.returncode}: {done.stderr.strip()[:300]}")
+    return done.stdout

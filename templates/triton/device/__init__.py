@@ -1,0 +1,1 @@
+"""Functions that kernels call: number formats, norms, rotation, online softmax."""
