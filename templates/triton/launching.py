@@ -25,6 +25,13 @@ ALIGNED = [["tt.divisibility", 16]]
 OPTIONS = {"enable_fp_fusion": False}
 
 
+def interpreting() -> bool:
+    """Whether kernels of this process run in Triton's interpreter, which knows no machine instructions."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel and what it would have been started with. Values of tensors are never looked at."""
