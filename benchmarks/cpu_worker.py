@@ -123,10 +123,11 @@ class Subject:
 
 def _summary(graph: Any) -> dict[str, Any]:
     kept = ("capture_seconds", "rewrite_seconds", "compile_seconds", "nodes_before", "nodes_after", "regions",
-            "region_calls", "lowerings", "notes")  # fmt: skip
+            "region_calls", "notes")  # fmt: skip
     return {
         **{name: getattr(graph, name) for name in kept},
         "matches": graph.counts(),
+        "kernels": [[operation, kernel, count] for (operation, kernel), count in graph.kernel_counts().items()],
         "near_misses": len(graph.misses),
     }
 

@@ -11,9 +11,9 @@ import html
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,24 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Lowering:
+    """What runs one operation of one layer.
+
+    operation: `dsv4::experts`; kernel: the template that runs it, or which form of its reference; reason: why that one.
+    read_bytes, write_bytes, flops: the least that one call can move and compute (the operation's cost, see
+    `dscompile.ops`): a number, a formula in the graph's symbolic sizes, or "" where there is none.
+    """
+
+    layer: str
+    operation: str
+    kernel: str
+    reason: str
+    read_bytes: str = ""
+    write_bytes: str = ""
+    flops: str = ""
+
+
+@dataclass(frozen=True)
 class PassTiming:
     name: str
     matches: int
@@ -74,7 +92,7 @@ class GraphReport:
     gaps: list[str] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
-    lowerings: dict[str, dict[str, int]] = field(default_factory=dict)
+    lowerings: list[Lowering] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
@@ -83,6 +101,10 @@ class GraphReport:
     def counts(self) -> dict[str, int]:
         """Matches per family, counted once for every layer that runs them."""
         return dict(sorted(Counter(match.family for match in self.matches).items()))
+
+    def kernel_counts(self) -> dict[tuple[str, str], int]:
+        """Calls per (operation, kernel), over all layers."""
+        return dict(sorted(Counter((low.operation, low.kernel) for low in self.lowerings).items()))
 
     def pattern_counts(self) -> dict[str, int]:
         """Matches per pattern name."""
@@ -192,6 +214,32 @@ def layer_table(graph: GraphReport) -> tuple[list[str], list[list[str]]]:
     return ["layer", *families], rows
 
 
+_KERNEL_HEADER = ["operation", "kernel", "count", "MB moved at least", "MFLOP"]
+
+
+def kernel_table(graph: GraphReport) -> list[list[str]]:
+    """Rows of `_KERNEL_HEADER`: what the calls of one operation by one kernel need together.
+
+    Where sizes are symbolic there is no number, and the cell says so.
+    """
+    rows = []
+    for (operation, kernel), count in graph.kernel_counts().items():
+        calls = [low for low in graph.lowerings if (low.operation, low.kernel) == (operation, kernel)]
+        moved = _millions(part for low in calls for part in (low.read_bytes, low.write_bytes))
+        rows.append([operation, kernel, str(count), moved, _millions(low.flops for low in calls)])
+    return rows
+
+
+def _millions(parts: Iterable[str]) -> str:
+    found = [part for part in parts if part]
+    if not found:
+        return ""
+    try:
+        return f"{sum(float(part) for part in found) / 1e6:.4g}"
+    except ValueError:
+        return "symbolic"
+
+
 def _layer_key(layer: str) -> tuple[int, str]:
     digits = "".join(ch for ch in layer if ch.isdigit())
     return (int(digits) if digits else -1, layer)
@@ -225,10 +273,9 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
             table.add_row(family, pattern, str(count))
         yield table
     if graph.lowerings:
-        table = Table("operation", "kernel", "count", show_edge=False, pad_edge=False)
-        for operation, kernels in graph.lowerings.items():
-            for kernel, count in kernels.items():
-                table.add_row(operation, kernel, str(count))
+        table = Table(*_KERNEL_HEADER, show_edge=False, pad_edge=False)
+        for row in kernel_table(graph):
+            table.add_row(*row)
         yield table
     for line in graph.shared:
         yield Text(f"shared: {line}")
@@ -255,9 +302,10 @@ def _html_graph(graph: GraphReport) -> str:
             [[m.layer, m.family, m.pattern, m.source] for m in graph.matches],
         )
     )
-    kernels = [[op, kernel, str(n)] for op, found in graph.lowerings.items() for kernel, n in found.items()]
-    if kernels:
-        parts.append(_html_table(["operation", "kernel", "count"], kernels))
+    if graph.lowerings:
+        parts.append(_html_table(_KERNEL_HEADER, kernel_table(graph)))
+        header = ["layer", "operation", "kernel", "reason", "bytes read", "bytes written", "FLOP"]
+        parts.append(_html_table(header, [list(astuple(lowering)) for lowering in graph.lowerings]))
     if graph.misses:
         parts.append(
             _html_table(

@@ -16,11 +16,12 @@ from dscompile.completeness import gaps
 from dscompile.options import Options
 from dscompile.passes.default import default_pipeline, pass_names
 from dscompile.passes.engine import PassContext, PassResult
+from dscompile.passes.engine.fxutil import layer_name
 from dscompile.passes.engine.graphs import subgraphs
 from dscompile.passes.regions import functionalise_writes, region_calls, region_module, restore_region_mutation
 from dscompile.passes.share import hoist_shared
 from dscompile.passes.shared_rows import DecodeInFront
-from dscompile.report import GraphReport, Match, Miss, PassTiming
+from dscompile.report import GraphReport, Lowering, Match, Miss, PassTiming
 from dscompile.verify import copy_graph
 
 #: Rewriting steps that are not passes over patterns but can be switched off like them.
@@ -86,7 +87,7 @@ def rewrite(
         dump.write("share", graph)
         snapshots.take("share", graph)
     if options.lower:
-        _lower(graph, options, entry)
+        _lower(graph, layer_labels(graph, input_names), entry)
         dump.write("lower", graph)
         snapshots.take("lower", graph)
     entry.nodes_after = count_nodes(graph)
@@ -131,14 +132,18 @@ def _short(layer: str) -> str:
     return found[0] if found else layer
 
 
-def _lower(graph: fx.GraphModule, options: Options, entry: GraphReport) -> None:
+def _lower(graph: fx.GraphModule, labels: dict[str, list[str]], entry: GraphReport) -> None:
+    from dscompile.lowering.calls import cost_of
     from dscompile.lowering.cpu import lower_graph
 
-    chosen: dict[str, Counter[str]] = {}
     for sub in subgraphs(graph):
-        for record in lower_graph(sub.gm):
-            chosen.setdefault(record.op, Counter())[record.template or f"reference ({record.reason})"] += sub.calls
-    entry.lowerings = {op: dict(count) for op, count in sorted(chosen.items())}
+        places = {node.name: layer_name(node) for node in sub.gm.graph.nodes}
+        costs = {node.name: cost for node in sub.gm.graph.nodes if (cost := cost_of(node)) is not None}
+        for record in lower_graph(sub.gm, nested=False):
+            cost = costs.get(record.node)
+            parts = ("", "", "") if cost is None else (str(cost.read_bytes), str(cost.write_bytes), str(cost.flops))
+            for layer in labels.get(sub.path) or [_short(places[record.node])] * sub.calls:
+                entry.lowerings.append(Lowering(layer, record.op, record.template, record.reason, *parts))
 
 
 def _strict_message(entry: GraphReport) -> str:

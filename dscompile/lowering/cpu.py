@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from dscompile import compat
 from dscompile.lowering import products
+from dscompile.lowering.calls import arguments_of, op_of, value_of
 from dscompile.lowering.template import Choice, CpuTemplate, LoweringRecord, choose, cpu_templates
 from dscompile.ops import NAMESPACE, OPS
 from dscompile.templates.cpu.memory import keep_freed_blocks
 
 CPU_NAMESPACE = "dsv4_cpu"
-_FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 _KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 
 _ATEN = {"aten::mm": torch.ops.aten.mm.default}
@@ -56,8 +55,8 @@ def opaque_op(template: CpuTemplate) -> torch._ops.OpOverload:
     return op
 
 
-def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[LoweringRecord]:
-    """Replace every `dsv4::` op of `gm`, and of the graphs of its layer regions, by a CPU template; changes `gm`.
+def lower_graph(gm: fx.GraphModule, *, nested: bool = True, keep_memory: bool = True) -> list[LoweringRecord]:
+    """Replace every `dsv4::` op of `gm`, and (`nested`) of the graphs of its layer regions, by a CPU template.
 
     gm: a functional ATen graph whose nodes carry fake values in `meta["val"]`; ops that change an argument may appear
     as they are or inside `auto_functionalized`. keep_memory: also tell the C library, for the whole process, to keep
@@ -66,7 +65,7 @@ def lower_graph(gm: fx.GraphModule, *, keep_memory: bool = True) -> list[Lowerin
     if keep_memory:
         keep_freed_blocks()
     records = []
-    for graph_module in _graph_modules(gm):
+    for graph_module in _graph_modules(gm) if nested else (gm,):
         changed = False
         _sort_choices_by_index(graph_module.graph)
         for node in list(graph_module.graph.nodes):
@@ -91,7 +90,7 @@ def _sort_choices_by_index(graph: fx.Graph) -> None:
     Then a query that sees no more rows than it may choose needs no scores, and runs of rows are read as runs.
     """
     for node in graph.nodes:
-        found = _op_of(node)
+        found = op_of(node)
         if found != ("index_topk", False) or len(node.args) < 9 or node.args[8]:
             continue
         if node.users and all(_order_free(user, node) for user in node.users):
@@ -99,7 +98,7 @@ def _sort_choices_by_index(graph: fx.Graph) -> None:
 
 
 def _order_free(user: fx.Node, choice: fx.Node) -> bool:
-    found = _op_of(user)
+    found = op_of(user)
     if found is None or found[1] or found[0] not in _ORDER_FREE:
         return False
     return [i for i, value in enumerate(user.args) if value is choice] == [_ORDER_FREE[found[0]]]
@@ -140,26 +139,15 @@ def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
         stack += [child for child in reversed(children) if isinstance(child, fx.GraphModule)]
 
 
-def _op_of(node: fx.Node) -> tuple[str, bool] | None:
-    """The name of the vocabulary op that a node calls, and whether it is wrapped by functionalisation."""
-    if node.op != "call_function":
-        return None
-    wrapped = node.target in _FUNCTIONALIZED
-    target = node.args[0] if wrapped else node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
-        return None
-    return target._schema.name.removeprefix(f"{NAMESPACE}::"), wrapped
-
-
 def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
     if node.target in _ATEN.values():
         return _lower_aten(node)
-    found = _op_of(node)
+    found = op_of(node)
     if found is None:
         return None
     name, wrapped = found
     op = f"{NAMESPACE}::{name}"
-    choice = choose(cpu_templates().get(op, ()), _call_meta(node, name, wrapped))
+    choice = choose(cpu_templates().get(op, ()), arguments_of(node, name, wrapped))
     if choice.template is not None and choice.template.form == "opaque":
         if wrapped:
             node.args = (opaque_op(choice.template), *node.args[1:])
@@ -175,7 +163,7 @@ def _lower_aten(node: fx.Node) -> LoweringRecord | None:
     """Replace an ATen op by its template if that fits; None, and no record, if it stays as it is."""
     op = next(name for name, target in _ATEN.items() if target is node.target)
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    meta = {a.name: _value(v) for a, v in zip(arguments, node.args, strict=False)} | _value(dict(node.kwargs))
+    meta = {a.name: value_of(v) for a, v in zip(arguments, node.args, strict=False)} | value_of(dict(node.kwargs))
     if any(value is None for value in meta.values()):
         return None
     choice = choose(cpu_templates().get(op, ()), meta)
@@ -199,20 +187,6 @@ def _inline_or_call(gm: fx.GraphModule, node: fx.Node, op: str, choice: Choice) 
     return LoweringRecord(op, "reference (called)", node.name, f"{reason}; reference not traceable: {failure}")
 
 
-def _call_meta(node: fx.Node, name: str, wrapped: bool) -> dict[str, Any]:
-    """The arguments of the op by name, nodes replaced by their fake values."""
-    arguments = OPS[name].op._schema.arguments
-    if wrapped:
-        given = dict(node.kwargs)
-    else:
-        given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    return {name: _value(given[name]) for name in (a.name for a in arguments) if name in given}
-
-
-def _value(argument: Any) -> Any:
-    return pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), argument)
-
-
 def inline(gm: fx.GraphModule, node: fx.Node, fn: Callable[..., Any]) -> str | None:
     """Put the nodes of `fn`, traced on the node's fake arguments, in the place of `node`.
 
@@ -221,7 +195,7 @@ def inline(gm: fx.GraphModule, node: fx.Node, fn: Callable[..., Any]) -> str | N
     """
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     sources = [value for value in flat if isinstance(value, fx.Node)]
-    values = [_value(source) for source in sources]
+    values = [value_of(source) for source in sources]
     if any(value is None for value in values):
         return "an argument has no fake value"
 
@@ -254,7 +228,7 @@ def _fake_mode(values: Sequence[Any]) -> FakeTensorMode:
 def _mismatch(expected: Any, traced: fx.GraphModule) -> str | None:
     """Why the traced results cannot stand for `expected` (fake values), or None."""
     result = next(n for n in traced.graph.nodes if n.op == "output").args[0]
-    got, want = pytree.tree_leaves(_value(result)), pytree.tree_leaves(expected)
+    got, want = pytree.tree_leaves(value_of(result)), pytree.tree_leaves(expected)
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
     for have, need in zip(got, want):

@@ -157,6 +157,49 @@ def test_explain_reports_without_inductor() -> None:
     assert report.graphs[0].compile_seconds == 0.0
 
 
+def test_every_layer_says_what_runs_it_and_what_that_costs_at_least() -> None:
+    """Layers that share a region have a line each; a packed row that is written in place is a cost as well."""
+    model, x = nn.ModuleList(Region() for _ in range(3)).eval(), torch.randn(3, 12)
+    dscompile.mark_regions(model, Region)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x)
+        return x
+
+    with torch.no_grad(), dscompile.collect() as report:
+        torch.compile(forward, backend="dsv4", options=EAGER)(x)
+    graph = report.graphs[0]
+    assert graph.regions == 1 and graph.kernel_counts() == {("dsv4::rms_norm", "rms_norm"): 3}
+    for lowering in graph.lowerings:
+        assert lowering.read_bytes == str(4 * (3 * 12 + 12)) and lowering.write_bytes == str(4 * 3 * 12)
+        assert lowering.reason == "fits"
+    assert "dsv4::rms_norm │ rms_norm │ 3     │ 0.001008" in str(report)
+    assert "bytes written" in report.to_html() and '"read_bytes": "192"' in report.to_json()
+
+
+def test_costs_in_symbolic_sizes_are_formulas() -> None:
+    model, x = Stack(1).eval(), torch.randn(6, 12)
+    torch._dynamo.mark_dynamic(x, 0)
+    _, report = compiled(model, x)
+    (lowering,) = report.graphs[0].lowerings
+    assert lowering.layer == "layers.0" or lowering.layer == ""
+    assert "s" in lowering.read_bytes and "symbolic" in str(report)
+
+
+def test_writes_in_place_have_a_cost() -> None:
+    class Writer(nn.Module):
+        def forward(self, pool: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+            torch.ops.dsv4.store_rows(pool, rows, slots)
+            return pool.sum()
+
+    with torch.no_grad(), dscompile.collect() as report:
+        arguments = torch.zeros(8, 4), torch.ones(2, 4), torch.tensor([1, 3])
+        torch.compile(Writer(), backend="dsv4", options=EAGER)(*arguments)
+    (lowering,) = report.graphs[0].lowerings
+    assert (lowering.operation, lowering.read_bytes, lowering.write_bytes) == ("dsv4::store_rows", "48", "32")
+
+
 class Region(nn.Module):
     """A layer that writes to nothing: as a region, torch would remember it from the first trace."""
 
