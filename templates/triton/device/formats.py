@@ -7,6 +7,9 @@ form gives the same codes everywhere.
 import triton
 import triton.language as tl
 
+#: The interpreter rounds the product in a fused multiply-add.
+FUSED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def pow2_ceil_bits(x):
@@ -16,17 +19,15 @@ def pow2_ceil_bits(x):
 
 @triton.jit
 def e2m1_codes(x):
-    """fp32 -> int32 codes 0..15 (sign, two bits of exponent, one of mantissa); ties to the even code, NaN to 6."""
-    v = tl.abs(x)
-    # Negated, so that NaN counts everywhere. A tie belongs to the neighbour whose code is even.
-    code = 1 - (v <= 0.25).to(tl.int32)
-    code += 1 - (v < 0.75).to(tl.int32)
-    code += 1 - (v <= 1.25).to(tl.int32)
-    code += 1 - (v < 1.75).to(tl.int32)
-    code += 1 - (v <= 2.5).to(tl.int32)
-    code += 1 - (v < 3.5).to(tl.int32)
-    code += 1 - (v <= 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    """fp32 -> int32 codes 0..15 (sign, two bits of exponent, one of mantissa); ties to the even code, NaN to +-6."""
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    v = tl.minimum(tl.abs(x), 6.0)  # also where x is NaN: the minimum is the number then
+    # Adding 2^22 times the power of two below v (at least 1) leaves room for one bit of mantissa: the sum is rounded
+    # to the grid, ties to even. Numbers of the grid times 2^-126 have their code in the topmost bits below the sign.
+    exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    shift = (exponent + 0x0B000000).to(tl.float32, bitcast=True)
+    rounded = ((v + shift) - shift) * 1.1754943508222875e-38
+    return (rounded.to(tl.int32, bitcast=True) >> 22) | sign
 
 
 @triton.jit
@@ -39,12 +40,30 @@ def e2m1_pack_hw(low, high):
 
 
 @triton.jit
+def e2m1_words_hw(low, high):
+    """As `e2m1_pack_hw`, with uint8 bytes that lie four to a register."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 a, b, c, d;
+        cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+        cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+        cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+        cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+        mov.b32 $0, {a, b, c, d};
+        }""",
+        "=r,f,f,f,f,f,f,f,f", [low, high], dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def e2m1_bytes(x, N: tl.constexpr, D: tl.constexpr, HW: tl.constexpr):
     """fp32 [N, D] -> uint8 [N, D / 2], the even element in the low nibble."""
     low, high = tl.split(tl.reshape(x, (N, D // 2, 2)))
     if HW:
-        return e2m1_pack_hw(low, high).to(tl.uint8)
-    return (e2m1_codes(low) | (e2m1_codes(high) << 4)).to(tl.uint8)
+        packed = e2m1_words_hw(low, high)
+    else:
+        packed = (e2m1_codes(low) | (e2m1_codes(high) << 4)).to(tl.uint8)
+    return packed
 
 
 @triton.jit
@@ -84,9 +103,38 @@ def max_nan(a, b):
 @triton.jit
 def group_amax(x, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr):
     """fp32 [N, D] -> fp32 [N, D / GROUP]: the largest absolute value of a group, NaN if one of them is."""
-    grouped = tl.abs(tl.reshape(x, (N, D // GROUP, GROUP)))
-    holds_nan = tl.max((grouped != grouped).to(tl.int32), 2)
-    return tl.where(holds_nan > 0, float("nan"), tl.max(grouped, 2))
+    # As integers, magnitudes are in the same order, with inf above all numbers and NaN above inf.
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.reshape(bits, (N, D // GROUP, GROUP)), 2).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_scales(
+    x, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    POW2: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """fp32 [N, D] -> fp32 [N, D / GROUP]: the scales as a reader sees them, but inf for what is stored as UE8M0 NaN.
+
+    LARGEST: of the payload type, 6 or 448; FLOOR: smallest amax; POW2: rounded up to a power of two (UE8M0, or fp32
+    with pow2); E4M3: rounded to that type; neither: exact (fp32). See `KVFormat`.
+    """
+    amax = group_amax(x, N, D, GROUP)
+    # A floor that NaN passes: the comparison is false for it.
+    amax = tl.where(amax < FLOOR, FLOOR, amax)
+    if E4M3:
+        quotient = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+        scales = tl.where(quotient > 448.0, 448.0, quotient).to(tl.float8e4nv).to(tl.float32)
+    elif POW2:
+        scales = pow2_ceil_bits(amax * (1.0 / LARGEST)).to(tl.float32, bitcast=True)
+    else:
+        scales = amax * (1.0 / LARGEST)
+    return scales
+
+
+@triton.jit
+def ue8m0_bytes(scales):
+    """fp32 powers of two, or inf -> uint8."""
+    return (scales.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
 
 
 @triton.jit
@@ -94,34 +142,65 @@ def scales_of(
     x, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
     POW2: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [N, D] -> (fp32 scales [N, D / GROUP], their bytes uint8): UE8M0 with POW2, else E4M3.
-
-    LARGEST: of the payload type, 6 or 448; FLOOR: smallest amax. See `KVFormat`.
-    """
-    amax = group_amax(x, N, D, GROUP)
-    # A floor that NaN passes: the comparison is false for it.
-    amax = tl.where(amax < FLOOR, FLOOR, amax)
+    """fp32 [N, D] -> (fp32 scales [N, D / GROUP], their bytes uint8): UE8M0 with POW2, else E4M3."""
+    scales = group_scales(x, N, D, GROUP, LARGEST, FLOOR, POW2, not POW2)
     if POW2:
-        bits = pow2_ceil_bits(amax * (1.0 / LARGEST))
-        stored = (bits >> 23).to(tl.uint8)
-        return ue8m0_value(stored), stored
+        stored = ue8m0_bytes(scales)
     else:
-        quotient = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-        code = tl.where(quotient > 448.0, 448.0, quotient).to(tl.float8e4nv)
-        return code.to(tl.float32), code.to(tl.uint8, bitcast=True)
+        stored = e4m3_bytes(scales)
+    return scales, stored
 
 
 @triton.jit
-def divide_by_scales(x, scales, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr):
-    """fp32 [N, D], scales [N, D / GROUP] -> fp32 [N, D] within +-LARGEST, NaN kept; a true division."""
-    grouped = tl.reshape(x, (N, D // GROUP, GROUP))
-    scale = tl.broadcast_to(tl.expand_dims(scales, 2), (N, D // GROUP, GROUP))
-    scaled = tl.reshape(tl.div_rn(grouped, scale), (N, D))
-    scaled = tl.where(scaled > LARGEST, LARGEST, scaled)
-    return tl.where(scaled < -LARGEST, -LARGEST, scaled)
+def spread(scales, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr):
+    """[N, D / GROUP] -> [N, D]: each for the values of its group."""
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(scales, 2), (N, D // GROUP, GROUP)), (N, D))
+
+
+@triton.jit
+def clamp_to(x, LARGEST: tl.constexpr):
+    """fp32 -> within +-LARGEST, NaN kept."""
+    x = tl.where(x > LARGEST, LARGEST, x)
+    return tl.where(x < -LARGEST, -LARGEST, x)
+
+
+@triton.jit
+def quotient(
+    x, scales, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, POW2: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """fp32 [N, D] / scales [N, D / GROUP], rounded to nearest as a division is; what the scales are makes it cheaper.
+
+    POW2: powers of two from 2^-126 to 2^126, or inf; E4M3: numbers of that type that are no further below x than
+    `group_scales` makes them.
+    """
+    if POW2:
+        # The reciprocal and the product with it are exact.
+        opposite = tl.maximum(0x7F000000 - scales.to(tl.int32, bitcast=True), 0)
+        result = x * spread(opposite.to(tl.float32, bitcast=True), N, D, GROUP)
+    elif E4M3 and FUSED:
+        # One division a group. The first guess is off by at most 1.5 units in the last place, the remainder is exact
+        # (the scale has four bits), and so the second is off by less than 2^-23 units before it is rounded, while a
+        # quotient by four bits is a thirtieth of a unit or more away from where rounding changes. The order of signs
+        # keeps -0, the bounds keep infinities (whatever is beyond 448 saturates).
+        reciprocal = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+        scale, factor = spread(scales, N, D, GROUP), spread(reciprocal, N, D, GROUP)
+        guess = tl.maximum(tl.minimum(x * factor, 1024.0), -1024.0)
+        result = tl.fma(tl.fma(guess, scale, -x), -factor, guess)
+    else:
+        result = tl.div_rn(x, spread(scales, N, D, GROUP))
+    return result
+
+
+@triton.jit
+def divide_by_scales(
+    x, scales, N: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    POW2: tl.constexpr = False,
+):  # fmt: skip
+    """fp32 [N, D], scales [N, D / GROUP] -> fp32 [N, D] within +-LARGEST, NaN kept; a true division. See `quotient`."""
+    return clamp_to(quotient(x, scales, N, D, GROUP, POW2, False), LARGEST)
 
 
 @triton.jit
 def e4m3_bytes(x):
-    """fp32 within +-448 -> uint8."""
+    """fp32 -> uint8; saturates at +-448, NaN kept."""
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
