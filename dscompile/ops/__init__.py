@@ -9,6 +9,7 @@ from dscompile.ops import (  # noqa: F401 - importing a module registers its ope
     compress,
     engram,
     experts,
+    experts_packed,
     gather,
     index,
     mhc,

@@ -29,6 +29,7 @@ hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float mix_eps, flo
 sinkhorn(Tensor logits, int iters, float eps) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? forced_indices, int top_k, str score_fn, bool normalize, float norm_eps, float scale, bool fp32) -> (Tensor weights, Tensor indices)
 experts(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, float limit, bool weight_before_down, ScalarType out_dtype) -> Tensor
+experts_packed(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, float limit, str weight_format, ScalarType out_dtype) -> Tensor
 compress(Tensor kv, Tensor gate, Tensor? ape, Tensor? prior_kv, Tensor? prior_gate, bool overlap) -> Tensor
 index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending, bool newest=False) -> Tensor
 index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
@@ -45,6 +46,11 @@ def rand(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 def packed(*shape: int, format: str) -> Tensor:
     return torch.ops.dsv4.quant_pack(torch.randn(shape), format)
+
+
+def octets(*shape: int) -> Tensor:
+    """As E2M1 pairs, as E4M3 (no NaN) or as UE8M0 near 1."""
+    return torch.randint(118, 124, shape, dtype=torch.uint8)
 
 
 def angles(*shape: int) -> tuple[Tensor, Tensor]:
@@ -91,6 +97,10 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
                     False)),
         *[("experts", (rand(n, 16, dtype=BF16), indices, rand(n, 2), rand(4, 24, 16, dtype=BF16),
                        rand(4, 16, 12, dtype=BF16), 10.0, before, FP32)) for before in (True, False)],
+        ("experts_packed", (rand(n, 32, dtype=BF16), indices, rand(n, 2), octets(4, 64, 16), octets(4, 64, 1),
+                            octets(4, 32, 16), octets(4, 32, 1), 10.0, "e2m1_1x32", FP32)),
+        ("experts_packed", (rand(n, 64, dtype=BF16), indices, rand(n, 2), octets(4, 64, 64), octets(4, 2, 2),
+                            octets(4, 64, 32), octets(4, 2, 1), 0.0, "e4m3_32x32", BF16)),
         ("compress", (rand(2, n, 3, 8), rand(2, n, 3, 8), rand(3, 8), None, None, False)),
         ("compress", (rand(2, n, 3, 8, dtype=BF16), rand(2, n, 3, 8, dtype=BF16), rand(3, 8), rand(2, 3, 4),
                       rand(2, 3, 4), True)),
