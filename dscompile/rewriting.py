@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from dscompile.completeness import gaps
@@ -22,6 +23,7 @@ from dscompile.passes.regions import functionalise_writes, region_calls, region_
 from dscompile.passes.share import hoist_shared
 from dscompile.passes.shared_rows import DecodeInFront
 from dscompile.report import GraphReport, Lowering, Match, Miss, PassTiming
+from dscompile.targets import Target, UnsupportedTargetError, detect_target, get_target
 from dscompile.verify import copy_graph
 
 #: Rewriting steps that are not passes over patterns but can be switched off like them.
@@ -87,7 +89,10 @@ def rewrite(
         dump.write("share", graph)
         snapshots.take("share", graph)
     if options.lower:
-        _lower(graph, layer_labels(graph, input_names), entry)
+        try:
+            _lower(graph, target_of(graph, options), layer_labels(graph, input_names), entry)
+        except UnsupportedTargetError as error:
+            entry.notes.append(f"operations run their plain references: {error}")
         dump.write("lower", graph)
         snapshots.take("lower", graph)
     entry.nodes_after = count_nodes(graph)
@@ -132,14 +137,26 @@ def _short(layer: str) -> str:
     return found[0] if found else layer
 
 
-def _lower(graph: fx.GraphModule, labels: dict[str, list[str]], entry: GraphReport) -> None:
+def target_of(graph: fx.GraphModule, options: Options) -> Target:
+    """What to generate code for: the option, or the device of the graph's inputs (the CPU if it has no tensors).
+
+    Raises UnsupportedTargetError for a device that no target describes.
+    """
+    if options.target is not None:
+        return get_target(options.target)
+    values = (node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder"))
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return detect_target(next((device for device in devices if device.type != "cpu"), "cpu"))
+
+
+def _lower(graph: fx.GraphModule, target: Target, labels: dict[str, list[str]], entry: GraphReport) -> None:
+    from dscompile.lowering import lower_graph
     from dscompile.lowering.calls import cost_of
-    from dscompile.lowering.cpu import lower_graph
 
     for sub in subgraphs(graph):
         places = {node.name: layer_name(node) for node in sub.gm.graph.nodes}
         costs = {node.name: cost for node in sub.gm.graph.nodes if (cost := cost_of(node)) is not None}
-        for record in lower_graph(sub.gm, nested=False):
+        for record in lower_graph(sub.gm, target, nested=False):
             cost = costs.get(record.node)
             parts = ("", "", "") if cost is None else (str(cost.read_bytes), str(cost.write_bytes), str(cost.flops))
             for layer in labels.get(sub.path) or [_short(places[record.node])] * sub.calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,3 +56,18 @@ def cost_of(node: fx.Node) -> Cost | None:
     given = arguments_of(node, *found)
     spec = OPS[found[0]]
     return spec.cost_of(*(given.get(a.name, a.default_value) for a in spec.op._schema.arguments))
+
+
+def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`gm` and the graphs that it reaches through higher-order ops, each once."""
+    seen: set[int] = set()
+    stack = [gm]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        names = dict.fromkeys(str(node.target) for node in current.graph.nodes if node.op == "get_attr")
+        children = [getattr(current, name, None) for name in names]
+        stack += [child for child in reversed(children) if isinstance(child, fx.GraphModule)]

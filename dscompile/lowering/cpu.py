@@ -10,25 +10,22 @@ ATen ops that have a template (the product of a few rows with a weight) are repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from dscompile import compat
 from dscompile.lowering import products
-from dscompile.lowering.calls import arguments_of, op_of, value_of
-from dscompile.lowering.template import Choice, CpuTemplate, LoweringRecord, choose, cpu_templates
+from dscompile.lowering.calls import arguments_of, graph_modules, op_of, value_of
+from dscompile.lowering.inlining import inline_or_call
+from dscompile.lowering.template import CpuTemplate, LoweringRecord, choose, cpu_templates
 from dscompile.ops import NAMESPACE, OPS
 from dscompile.templates.cpu.memory import keep_freed_blocks
 
 CPU_NAMESPACE = "dsv4_cpu"
-_KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 
 _ATEN = {"aten::mm": torch.ops.aten.mm.default}
 _ATEN_FAKES: dict[str, Callable[..., Any]] = {"aten::mm": lambda x, y: x.new_empty((x.shape[0], y.shape[1]))}
@@ -65,7 +62,7 @@ def lower_graph(gm: fx.GraphModule, *, nested: bool = True, keep_memory: bool = 
     if keep_memory:
         keep_freed_blocks()
     records = []
-    for graph_module in _graph_modules(gm) if nested else (gm,):
+    for graph_module in graph_modules(gm) if nested else (gm,):
         changed = False
         _sort_choices_by_index(graph_module.graph)
         for node in list(graph_module.graph.nodes):
@@ -124,21 +121,6 @@ def _merged_op() -> torch._ops.OpOverload:
     return op
 
 
-def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """`gm` and the graphs that it reaches through higher-order ops, each once."""
-    seen: set[int] = set()
-    stack = [gm]
-    while stack:
-        current = stack.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        names = dict.fromkeys(str(node.target) for node in current.graph.nodes if node.op == "get_attr")
-        children = [getattr(current, name, None) for name in names]
-        stack += [child for child in reversed(children) if isinstance(child, fx.GraphModule)]
-
-
 def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
     if node.target in _ATEN.values():
         return _lower_aten(node)
@@ -156,7 +138,7 @@ def _lower_node(gm: fx.GraphModule, node: fx.Node) -> LoweringRecord | None:
         return LoweringRecord(op, choice.template.name, node.name, choice.reason)
     if wrapped or OPS[name].op._schema.is_mutable:
         return LoweringRecord(op, "reference (called)", node.name, choice.reason)
-    return _inline_or_call(gm, node, op, choice)
+    return inline_or_call(gm, node, op, choice)
 
 
 def _lower_aten(node: fx.Node) -> LoweringRecord | None:
@@ -172,104 +154,3 @@ def _lower_aten(node: fx.Node) -> LoweringRecord | None:
     record = LoweringRecord(op, choice.template.name, node.name, choice.reason)
     node.target = opaque_op(choice.template)
     return record
-
-
-def _inline_or_call(gm: fx.GraphModule, node: fx.Node, op: str, choice: Choice) -> LoweringRecord:
-    reason = choice.reason
-    if choice.template is not None:
-        failure = inline(gm, node, choice.template.fn)
-        if failure is None:
-            return LoweringRecord(op, choice.template.name, node.name, reason)
-        reason = f"{choice.template.name} could not be traced: {failure}"
-    failure = inline(gm, node, OPS[op.removeprefix(f"{NAMESPACE}::")].reference)
-    if failure is None:
-        return LoweringRecord(op, "reference (inlined)", node.name, reason)
-    return LoweringRecord(op, "reference (called)", node.name, f"{reason}; reference not traceable: {failure}")
-
-
-def inline(gm: fx.GraphModule, node: fx.Node, fn: Callable[..., Any]) -> str | None:
-    """Put the nodes of `fn`, traced on the node's fake arguments, in the place of `node`.
-
-    Symbolic sizes stay symbolic: sizes that `fn` reads become `sym_size` nodes of the arguments. Returns None, or the
-    reason why nothing was changed (`fn` looks at data, or the traced result does not fit the node's value).
-    """
-    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-    sources = [value for value in flat if isinstance(value, fx.Node)]
-    values = [value_of(source) for source in sources]
-    if any(value is None for value in values):
-        return "an argument has no fake value"
-
-    def call(*inputs: Any) -> Any:
-        rest = iter(inputs)
-        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, fx.Node) else v for v in flat], spec)
-        return fn(*args, **kwargs)
-
-    try:
-        with _fake_mode(values), torch.no_grad():
-            traced = make_fx(call)(*values)
-    except Exception as error:  # whatever tracing raises means: not traceable
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-    traced.graph.eliminate_dead_code()
-    mismatch = _mismatch(node.meta.get("val"), traced)
-    if mismatch is not None:
-        return mismatch
-    _splice(gm, node, traced, sources)
-    return None
-
-
-def _fake_mode(values: Sequence[Any]) -> FakeTensorMode:
-    for value in values:
-        mode = getattr(value, "fake_mode", None)
-        if isinstance(mode, FakeTensorMode):
-            return mode
-    return FakeTensorMode()
-
-
-def _mismatch(expected: Any, traced: fx.GraphModule) -> str | None:
-    """Why the traced results cannot stand for `expected` (fake values), or None."""
-    result = next(n for n in traced.graph.nodes if n.op == "output").args[0]
-    got, want = pytree.tree_leaves(value_of(result)), pytree.tree_leaves(expected)
-    if len(got) != len(want):
-        return f"{len(got)} results instead of {len(want)}"
-    for have, need in zip(got, want):
-        if isinstance(need, torch.Tensor) and (have.dtype != need.dtype or have.dim() != need.dim()):
-            return f"a result is {have.dtype} of rank {have.dim()} instead of {need.dtype} of rank {need.dim()}"
-    return None
-
-
-def _splice(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
-    graph = gm.graph
-    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    env: dict[fx.Node, Any] = dict(zip(placeholders, sources, strict=True))
-    kept = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-    result: Any = None
-    with graph.inserting_before(node):
-        for inner in traced.graph.nodes:
-            if inner.op == "placeholder":
-                continue
-            if inner.op == "output":
-                result = pytree.tree_map_only(fx.Node, env.__getitem__, inner.args[0])
-                continue
-            if inner.op == "get_attr":  # a constant of the trace moves along
-                name = _new_attribute(gm, f"_dsv4_{inner.target}")
-                setattr(gm, name, getattr(traced, inner.target))
-                copy = graph.get_attr(name)
-            else:
-                copy = graph.node_copy(inner, env.__getitem__)
-            copy.meta = {**inner.meta, **kept}
-            env[inner] = copy
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):  # several results: every user is a getitem
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _new_attribute(gm: fx.GraphModule, wanted: str) -> str:
-    name, count = wanted, 0
-    while hasattr(gm, name):
-        count += 1
-        name = f"{wanted}_{count}"
-    return name

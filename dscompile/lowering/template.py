@@ -7,11 +7,14 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
-from dscompile.templates import cpu
+from dscompile.templates import cpu, triton
 from dscompile.templates.cpu.record import CpuTemplate, Meta
+from dscompile.templates.triton.record import TritonTemplate
 
-__all__ = ["Choice", "CpuTemplate", "LoweringRecord", "choose", "cpu_templates"]
+__all__ = ["Choice", "CpuTemplate", "LoweringRecord", "choose", "cpu_templates", "triton_templates"]
 
 
 @dataclass(frozen=True)
@@ -29,33 +32,44 @@ class LoweringRecord:
     reason: str
 
 
+T = TypeVar("T", CpuTemplate, TritonTemplate)
+
+
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[T]):
     """A template, or None, and why."""
 
-    template: CpuTemplate | None
+    template: T | None
     reason: str
 
 
 @functools.cache
 def cpu_templates() -> dict[str, tuple[CpuTemplate, ...]]:
-    """Every CPU template by the op that it serves, in order of preference.
+    """Every CPU template by the op that it serves, in order of preference."""
+    return _templates_in(cpu)
 
-    A file of `templates/cpu` that defines `TEMPLATES` takes part. Two templates of one name raise ValueError.
-    """
-    found: dict[str, list[CpuTemplate]] = {}
+
+@functools.cache
+def triton_templates() -> dict[str, tuple[TritonTemplate, ...]]:
+    """Every Triton template by the op that it serves, in order of preference."""
+    return _templates_in(triton)
+
+
+def _templates_in(package: ModuleType) -> dict[str, tuple[Any, ...]]:
+    """A file of the package that defines `TEMPLATES` takes part. Two templates of one name raise ValueError."""
+    found: dict[str, list[Any]] = {}
     names: set[str] = set()
-    for module in pkgutil.iter_modules(cpu.__path__):
-        loaded = importlib.import_module(f"{cpu.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(package.__path__):
+        loaded = importlib.import_module(f"{package.__name__}.{module.name}")
         for template in getattr(loaded, "TEMPLATES", ()):
             if template.name in names:
-                raise ValueError(f"two CPU templates are called {template.name!r}")
+                raise ValueError(f"{package.__name__} has two templates called {template.name!r}")
             names.add(template.name)
             found.setdefault(template.op, []).append(template)
     return {op: tuple(templates) for op, templates in found.items()}
 
 
-def choose(templates: Iterable[CpuTemplate], meta: Meta) -> Choice:
+def choose(templates: Iterable[T], meta: Meta) -> Choice[T]:
     """The first template that fits the arguments in `meta`, else the reasons why none does."""
     refusals: list[str] = []
     for template in templates:

@@ -7,8 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dscompile.lowering import CpuTemplate, LoweringRecord, lower_graph
+from dscompile.lowering import CpuTemplate, LoweringRecord
 from dscompile.lowering import cpu as cpu_lowering
+from dscompile.lowering.cpu import lower_graph
+from dscompile.lowering.inlining import inline
 from dscompile.lowering.template import choose, cpu_templates
 from dscompile.ops import OPS
 from dscompile.templates.cpu.linear import MAX_ROWS
@@ -94,7 +96,7 @@ def test_inlining_keeps_sizes_symbolic() -> None:
         return x.reshape(x.shape[0] * x.shape[1]).reshape(x.shape) * 2.0
 
     guards = len(shape_env.guards)
-    assert cpu_lowering.inline(gm, node, fn) is None
+    assert inline(gm, node, fn) is None
     gm.recompile()
     assert len(shape_env.guards) == guards
     for rows in (3, 9):
@@ -107,7 +109,7 @@ def test_inlined_nodes_inherit_where_they_come_from() -> None:
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
     node.meta["stack_trace"] = "model.py:7"
     node.meta["nn_module_stack"] = {"k": ("layers.3", object)}
-    assert cpu_lowering.inline(gm, node, OPS["rms_norm"].reference) is None
+    assert inline(gm, node, OPS["rms_norm"].reference) is None
     for inner in gm.graph.nodes:
         if inner.op == "call_function":
             assert inner.meta["stack_trace"] == "model.py:7" and inner.meta["nn_module_stack"] and "val" in inner.meta
@@ -118,7 +120,7 @@ def test_a_template_of_another_shape_is_refused_and_changes_nothing() -> None:
     gm = traced(lambda x: dsv4.rms_norm(x, None, 1e-6, "fp32"), x)
     before = str(gm.graph)
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
-    assert "instead of" in (cpu_lowering.inline(gm, node, lambda x, *rest: x.double()) or "")
+    assert "instead of" in (inline(gm, node, lambda x, *rest: x.double()) or "")
     assert str(gm.graph) == before
 
 
