@@ -67,7 +67,8 @@ def engram_gather(
     tile = max(16, triton.next_power_of_2(width))
     launch(
         engram_gather_kernel, (triton.cdiv(count, config["N"]),),
-        table.view(torch.uint8) if quantised else table, scales, rows.contiguous(), out, count, table.shape[0], table.stride(0), 0 if scales is None else scales.stride(0),
+        table.view(torch.uint8) if quantised else table, scales, rows.contiguous(), out, count, table.shape[0],
+        table.stride(0), 0 if scales is None else scales.stride(0),
         config=config, D=width, BLOCK=tile, GROUP=group, GROUPED=group & (group - 1) == 0 and group <= tile,
         E4M3=quantised, N=config["N"],
     )  # fmt: skip

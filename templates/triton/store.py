@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscompile.ops.checks import Check
 from dscompile.ops.layout import row_dtype, row_width
-from dscompile.ops.store import _FUSED
 from dscompile.targets import Target
 from dscompile.templates.triton import row_layout
 from dscompile.templates.triton.device.rotation import rotate_tail
@@ -19,6 +19,7 @@ from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
 VALUES_PER_THREAD = 64
+_CHECK = Check("norm_rope_store")
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def make_rows(
 ) -> Tensor:  # fmt: skip
     """x [N, D] -> the packed rows [N, R], and the same in pool [S, R] at slots [N] if there is a pool."""
     x, dim = row_layout.as_rows(x), x.shape[-1]
-    out = x.new_empty((x.shape[0], row_width(_FUSED, "format", format, dim)), dtype=row_dtype(format, x.dtype))
+    out = x.new_empty((x.shape[0], row_width(_CHECK, "format", format, dim)), dtype=row_dtype(format, x.dtype))
     rotated = 0 if cos is None else 2 * cos.shape[1]
     if cos is None or sin is None or not rotated:
         cos = sin = None

@@ -146,6 +146,7 @@ def scales_of(
     scales = group_scales(x, N, D, GROUP, LARGEST, FLOOR, POW2, not POW2)
     if POW2:
         stored = ue8m0_bytes(scales)
+        scales = ue8m0_value(stored)
     else:
         stored = e4m3_bytes(scales)
     return scales, stored
@@ -170,8 +171,8 @@ def quotient(
 ):  # fmt: skip
     """fp32 [N, D] / scales [N, D / GROUP], rounded to nearest as a division is; what the scales are makes it cheaper.
 
-    POW2: powers of two from 2^-126 to 2^126, or inf; E4M3: numbers of that type that are no further below x than
-    `group_scales` makes them.
+    POW2: powers of two from 2^-126 to 2^126, or inf; E4M3: what `group_scales` makes of x, and not 0
+    (its FLOOR is at least 2^-10 times LARGEST).
     """
     if POW2:
         # The reciprocal and the product with it are exact.

@@ -154,4 +154,6 @@ def quantised(
         codes = e2m1_value(e2m1_codes(scaled))
     else:
         codes = e4m3_value(e4m3_bytes(scaled))
+    if SCALE == "ue8m0":
+        scales = ue8m0_value(ue8m0_bytes(scales))  # NaN where it was inf
     return codes * spread(scales, N, BLOCK, GROUP)
