@@ -23,6 +23,7 @@ ROWS = [record.name for record in RECORDS if record.page == FORMATS["bf16"].page
 QUANTISED = [name for name in ROWS if not FORMATS[name].is_plain]
 RELEASE = ["fp8_g32_ue8m0", "fp4_g16_e4m3", "fp4_g32_ue8m0"]
 WIDE = config(4, 1, N=64)
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
 def same(got: Tensor, want: Tensor) -> bool:
