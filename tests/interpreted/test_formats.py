@@ -136,7 +136,7 @@ def test_groups(pow2: bool) -> None:
     assert scales.isnan().sum() == 1
 
 
-# -- the division on a GPU ----------------------------------------------------------------------------------------------
+# -- the division on a GPU --------------------------------------------------------------------------------------------
 
 
 def fp32(exact: Fraction) -> Fraction:
