@@ -1,0 +1,143 @@
+"""Sparse attention over window rows and selected compressed rows, read as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton
+from torch import Tensor
+
+from dscompile.targets import Target
+from dscompile.templates.triton.device.keys import key_rows, refusal
+from dscompile.templates.triton.launching import launch
+from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
+from dscompile.templates.triton.sparse_attention_kernels import combine_kernel, sparse_attention_kernel
+
+LARGEST_HEAD = 1024
+LARGEST_SPLIT = 16
+
+
+def sparse_attention(
+    q: Tensor, window_kv: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, scale: float, cos: Tensor | None,
+    sin: Tensor | None, rope_q: bool, window_format: str, comp_format: str, *, config: Config, target: Target,
+) -> Tensor:  # fmt: skip
+    """`dsv4::sparse_attention`: q [B, T, H, D] -> [B, T, H, D].
+
+    An index outside [0, C) is skipped like -1: a kernel cannot raise. With TOKENS > 1, several neighbouring tokens
+    share the rows that they load; a token that sees a row with a NaN or an infinity then becomes NaN as a whole.
+    """
+    batch, tokens, heads, dim = q.shape
+    if comp_kv is not None and comp_kv.shape[1] == 0:
+        comp_kv = comp_idx = n_visible = None
+    q = q if q.stride()[2:] == (dim, 1) else q.contiguous()
+    window_rows = key_rows(window_kv, window_format)
+    comp_rows = key_rows(window_kv if comp_kv is None else comp_kv, window_format if comp_kv is None else comp_format)
+    comp = None if comp_kv is None else comp_rows.data
+    if comp_idx is not None and comp_idx.stride(2) != 1:
+        comp_idx = comp_idx.contiguous()
+    half = 0 if cos is None else cos.shape[2]
+    block_d = max(16, triton.next_power_of_2(dim))
+    block_h, splits = config["BLOCK_H"], config["SPLITS"]
+    together = 1 if comp_idx is not None else config["TOKENS"]
+    out = q.new_empty(q.shape)
+    if 0 in q.shape:
+        return out
+    part = ends = None
+    if splits > 1:
+        part = q.new_empty((batch * tokens, splits, heads, dim), dtype=torch.float32)
+        ends = q.new_empty((batch * tokens, splits, 2, heads), dtype=torch.float32)
+    q_pos, window_start = q_pos.contiguous(), window_start.contiguous()
+    n_visible, sink, cos, sin = (None if x is None else x.contiguous() for x in (n_visible, sink, cos, sin))
+    grid = (batch * -(-tokens // together) * -(-heads // block_h), splits)
+    launch(
+        sparse_attention_kernel, grid,
+        q, window_rows.data, q_pos, window_start, comp, comp_idx, n_visible, sink, cos, sin, out, part, ends,
+        *q.stride()[:2], *window_rows.data.stride()[:2], *comp_rows.data.stride()[:2],
+        *((0, 0) if comp_idx is None else comp_idx.stride()[:2]),
+        tokens, heads, window_kv.shape[1], window, 0 if comp_kv is None else comp_kv.shape[1],
+        0 if comp_idx is None else comp_idx.shape[2], scale,
+        config=config, D=dim, BLOCK_D=block_d, HALF=half, TURNED=triton.next_power_of_2(2 * half), ROPE_Q=int(rope_q and half > 0), BLOCK_H=block_h,
+        TOKENS=together, BLOCK_N=config["BLOCK_N"], SPLITS=splits, SWAP=config["SWAP"],
+        EVEN=int(heads % block_h == 0 and tokens % together == 0),
+        **window_rows.constants("W_"), **comp_rows.constants("C_"),
+    )  # fmt: skip
+    if splits > 1:
+        combined = min(4, triton.next_power_of_2(heads))
+        launch(
+            combine_kernel, (batch * tokens, -(-heads // combined)), part, ends, sink, cos, sin, out, heads,
+            config=Config(4, config.num_stages), D=dim, BLOCK_D=block_d, HALF=half, BLOCK_H=combined, SPLITS=splits,
+            PADDED=triton.next_power_of_2(splits),
+        )  # fmt: skip
+    return out
+
+
+def _tiles(sizes: Sizes, target: Target) -> Iterable[Config]:
+    """Tiles in the order of trust, for as many programs as the queries need."""
+    heads, narrow = sizes["H"], sizes["x_bytes"] == 2
+    listed = sizes["index_bytes"] > 0 or sizes["T"] == 1
+    if not narrow:
+        yield from (config(8, 1, BLOCK_H=16, TOKENS=1, BLOCK_N=keys, SWAP=0) for keys in (16, 32))
+        return
+    for tokens in (1,) if listed else (2, 1):
+        if target.has("tcgen05"):
+            # 64 rows of queries fill the instruction; fewer become its columns, and keys or head values its rows.
+            if heads * tokens > 32:
+                yield config(8, 1, BLOCK_H=64 // tokens, TOKENS=tokens, BLOCK_N=32, SWAP=0)
+            if heads * tokens > 16:
+                yield config(8, 1, BLOCK_H=32 // tokens, TOKENS=tokens, BLOCK_N=64, SWAP=1)
+            yield config(8, 1, BLOCK_H=16 // tokens, TOKENS=tokens, BLOCK_N=64, SWAP=1)
+        if heads * tokens > 16:
+            yield config(8, 2, BLOCK_H=32 // tokens, TOKENS=tokens, BLOCK_N=32, SWAP=0)
+        yield config(8, 2, BLOCK_H=16 // tokens, TOKENS=tokens, BLOCK_N=32, SWAP=0)
+    yield config(8, 2, BLOCK_H=16, TOKENS=1, BLOCK_N=16, SWAP=0)
+
+
+def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
+    """Every tile first with the split that fills the machine once, then with more and fewer."""
+    tiles = list(_tiles(sizes, target))
+    processors = int(target.sm_count.value or 1)
+    for power in (0, 1, -1):
+        for tile in tiles:
+            programs = max(1, sizes["B"] * -(-sizes["T"] // tile["TOKENS"]) * -(-sizes["H"] // tile["BLOCK_H"]))
+            keys = min(sizes["window"], sizes["S"]) + sizes["K"]
+            most = max(1, min(LARGEST_SPLIT, -(-keys // tile["BLOCK_N"])))
+            usual = min(most, max(1, processors // programs))
+            splits = min(most, max(1, int(usual * 2**power)))
+            if power == 0 or splits != usual:
+                yield Config(tile.num_warps, tile.num_stages, (*tile.constants, ("SPLITS", splits)))
+
+
+def _check(config: Config, sizes: Sizes, target: Target) -> str | None:
+    queries = config["BLOCK_H"] * config["TOKENS"]
+    if queries < 16 or config["BLOCK_N"] < 16:
+        return f"tiles of {queries} queries and {config['BLOCK_N']} keys, allowed: 16 or more"
+    dim = max(16, triton.next_power_of_2(sizes["D"]))
+    row = max(sizes["window_row_bytes"], sizes["comp_row_bytes"])
+    shared = (queries + config["BLOCK_N"]) * dim * sizes["x_bytes"] + (config.num_stages - 1) * config["BLOCK_N"] * row
+    if shared > target.smem_bytes_per_block:
+        return f"about {shared} bytes of shared memory, allowed: {target.smem_bytes_per_block}"
+    # Values a thread holds of the sums and of a block of keys while it is decoded; sums of tcgen05 lie elsewhere.
+    most = 128 if target.has("tcgen05") else 64
+    values = max(queries, config["BLOCK_N"]) * dim // (32 * config.num_warps)
+    return f"tiles of {values} values a thread, allowed: {most}" if values > most else None
+
+
+def _applies(meta: Meta) -> str | None:
+    q, half = meta["q"], 0 if meta["cos"] is None else meta["cos"].shape[2]
+    dim = q.shape[3]
+    if not 0 < dim <= LARGEST_HEAD:
+        return f"heads of {dim} values, allowed: 1 to {LARGEST_HEAD}"
+    if half and dim % 2:
+        return f"heads of {dim} values with rotation, allowed: an even number"
+    for rows, name in ((meta["window_kv"], meta["window_format"]), (meta["comp_kv"], meta["comp_format"])):
+        reason = None if rows is None else refusal(rows, name)
+        if reason:
+            return reason
+    return None
+
+
+TEMPLATES = (
+    TritonTemplate("sparse_attention", "dsv4::sparse_attention", sparse_attention, _configs, _check, _applies),
+)

@@ -1,0 +1,269 @@
+"""The Triton sparse attention against float64, with the bound that its roundings give, and the bytes that it moves."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dscompile.formats import FORMATS
+from dscompile.targets import Target, get_target
+from dscompile.templates.triton.record import Config, config
+from dscompile.templates.triton.sparse_attention import TEMPLATES
+from support.kernels import named, parameters, reference, runs, spec_of
+from support.triton_interpreter import count_traffic
+
+(TEMPLATE,) = TEMPLATES
+SM90 = get_target("sm_90a")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8, FP4 = "fp8_g32_ue8m0", "fp4_g16_e4m3"
+
+
+def blocks(splits: int = 1, swap: int = 0, tokens: int = 1, keys: int = 16, heads: int = 16) -> Config:
+    return config(4, 1, BLOCK_H=heads, TOKENS=tokens, BLOCK_N=keys, SPLITS=splits, SWAP=swap)
+
+
+# One pass, split over keys, transposed, several tokens together
+CONFIGS = (blocks(), blocks(splits=3), blocks(swap=1, tokens=2, splits=2, keys=32), blocks(tokens=4))
+
+
+def case(
+    batch: int = 2, tokens: int = 3, heads: int = 4, dim: int = 32, rows: int = 20, window: int = 8, comp: int = 33,
+    picks: int = 9, dtype: torch.dtype = torch.bfloat16, mode: str = "list", formats: tuple[str, str] = ("none", "none"),
+    rope_q: bool = True, position: int = 13, half: int = 4,
+) -> list[Any]:  # fmt: skip
+    """Arguments of the op. mode: "list" (with -1 and duplicates), "count" or "none"."""
+    q = torch.randn(batch, tokens, heads, dim).to(dtype)
+    window_kv, comp_kv = torch.randn(batch, rows, dim).to(dtype), torch.randn(batch, comp, dim).to(dtype)
+    window_kv = window_kv if formats[0] == "none" else FORMATS[formats[0]].pack(window_kv)
+    comp_kv = comp_kv if formats[1] == "none" else FORMATS[formats[1]].pack(comp_kv)
+    q_pos = (torch.arange(tokens) + position).repeat(batch, 1)
+    start = torch.full((batch,), position + tokens - rows)
+    index = count = cos = sin = None
+    if mode == "list":
+        index = torch.randint(-1, comp, (batch, tokens, picks)) if comp else torch.full((batch, tokens, picks), -1)
+    elif mode == "count":
+        count = torch.randint(-2, comp + 3, (batch, tokens))
+    if half:
+        angle = torch.rand(batch, tokens, half) * 6
+        cos, sin = angle.cos(), angle.sin()
+    return [q, window_kv, q_pos, start, window, None if mode == "none" else comp_kv, index, count, torch.randn(heads),
+            dim**-0.5, cos, sin, rope_q and half > 0, *formats]  # fmt: skip
+
+
+def values(rows: Tensor, name: str, dim: int, dtype: torch.dtype) -> Tensor:
+    return rows.to(dtype) if name == "none" else FORMATS[name].unpack(rows.contiguous(), dim, dtype)
+
+
+def exact(args: list[Any]) -> tuple[Tensor, Tensor]:
+    """The result in float64, and for every element the sum of its terms' absolute values."""
+    q, window_kv, q_pos, start, window, comp_kv, index, count, sink, scale, cos, sin, rope_q, *formats = args
+    if rope_q:
+        q = torch.ops.dsv4.rope(q, cos.unsqueeze(2), sin.unsqueeze(2), False)
+    dim, out = q.shape[3], torch.zeros(q.shape, dtype=torch.float64)
+    size = torch.zeros_like(out)
+    near = values(window_kv, formats[0], dim, q.dtype).double()
+    far = None if comp_kv is None else values(comp_kv, formats[1], dim, q.dtype).double()
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            at = torch.arange(near.shape[1]) + start[b]
+            keys = near[b, (at >= 0) & (at <= q_pos[b, t]) & (q_pos[b, t] - at < window)]
+            if far is not None and index is not None:
+                keys = torch.cat((keys, far[b, index[b, t][index[b, t] >= 0].long()]))
+            elif far is not None:
+                keys = torch.cat((keys, far[b, : max(0, int(count[b, t]))]))
+            if len(keys) == 0:
+                continue
+            z = q[b, t].double() @ keys.T * scale
+            top = z.amax(-1, keepdim=True)
+            p = torch.exp(z - top)
+            total = p.sum(-1, keepdim=True)
+            if sink is not None:
+                total = total + torch.exp(sink.double()[:, None] - top)
+            out[b, t], size[b, t] = p @ keys / total, p @ keys.abs() / total
+    if cos is not None:
+        out = torch.ops.dsv4.rope(out.float(), cos.unsqueeze(2), sin.unsqueeze(2), True).double()
+        kept = dim - 2 * cos.shape[-1]
+        pairs = size[..., kept:].unflatten(-1, (-1, 2)).sum(-1, keepdim=True)
+        size[..., kept:] = pairs.expand(*pairs.shape[:-1], 2).flatten(-2)
+    return out, size
+
+
+def assert_close(got: Tensor, args: list[Any]) -> None:
+    """A rounding of p, one of the result, and with rotation two more; the rest is fp32."""
+    want, size = exact(args)
+    assert got.dtype == args[0].dtype and got.shape == args[0].shape
+    unit = torch.finfo(got.dtype).eps / 2
+    bound = (4 * unit + 3e-6) * size + torch.finfo(got.dtype).tiny
+    worst = ((got.double() - want).abs() - bound).max() if got.numel() else torch.tensor(0.0)
+    assert worst <= 0, f"{float(worst)} beyond the bound"
+
+
+def run(args: list[Any], chosen: Config, target: Target = SM90) -> Tensor:
+    assert TEMPLATE.applies(named(TEMPLATE, tuple(args))) is None
+    return TEMPLATE.fn(*args, config=chosen, target=target)
+
+
+def check(args: list[Any], configs: tuple[Config, ...] = CONFIGS) -> Tensor:
+    out = reference(TEMPLATE, *args)
+    assert_close(out, args)
+    for chosen in configs:
+        assert_close(run(args, chosen), args)
+    return run(args, configs[0])
+
+
+def test_takes_the_arguments_of_its_op() -> None:
+    assert parameters(TEMPLATE) == [argument.name for argument in spec_of(TEMPLATE).op._schema.arguments]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_equals_float64(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    tokens = draw(1, 5)
+    args = case(
+        draw(1, 2), tokens, draw(1, 18), data.draw(st.sampled_from([8, 16, 24, 64])), draw(0, 40), draw(1, 20),
+        draw(0, 40), draw(0, 40), data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(["list", "count", "none"])),
+        rope_q=data.draw(st.booleans()), position=draw(0, 50), half=data.draw(st.sampled_from([0, 1, 4])),
+    )  # fmt: skip
+    args[3] = args[3] + draw(-8, 8)
+    if data.draw(st.booleans()):
+        args[8] = None
+    chosen = data.draw(st.sampled_from(CONFIGS))
+    assert_close(run(args, chosen), args)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 12, 16, 20, 64, 128])
+def test_head_counts(heads: int) -> None:
+    """Case R15: what a rank may hold; rows of other heads stay as they are, and so does what lies behind the last."""
+    args = case(1, 1, heads, 32, picks=20, formats=(FP8, FP4))
+    for chosen in (blocks(splits=2), blocks(swap=1, heads=32)):
+        assert_close(run(args, chosen), args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "formats", [(FP8, FP4), ("bf16", "fp4_g32_ue8m0"), ("fp32", "fp8_g128_fp32"), ("none", "fp16")]
+)
+def test_packed_rows(formats: tuple[str, str], dtype: torch.dtype) -> None:
+    check(case(1, 2, dim=128 if "fp8_g128_fp32" in formats else 32, dtype=dtype, formats=formats), CONFIGS[1:3])
+
+
+def test_rows_with_a_tail_of_16_bit_values() -> None:
+    check(case(1, 1, dim=512, heads=2, formats=("fp8_g64_ue8m0_tail64",) * 2, half=32), CONFIGS[:1])
+
+
+@pytest.mark.parametrize("masked", [16, 32, 48, 64])
+@pytest.mark.parametrize("sink", [None, -2.0, 60.0, 500.0])
+def test_leading_skips_and_empty_rows(masked: int, sink: float | None) -> None:
+    """Case R14."""
+    args = case(1, 2, 3, 32, 0, 1, 80, 64, torch.float32, half=0)
+    args[6][0, 0, :masked] = -1
+    args[6][0, 1] = -1
+    args[8] = None if sink is None else torch.full((3,), sink)
+    for chosen in CONFIGS:
+        out = run(args, chosen)
+        assert torch.equal(out[0, 1], torch.zeros(3, 32))
+        torch.testing.assert_close(out, reference(TEMPLATE, *args), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["list", "count"])
+def test_rows_that_are_not_seen_may_hold_anything(mode: str) -> None:
+    """NaN and infinity reach exactly the queries that see the row, also when neighbours share the loaded rows."""
+    args = case(1, 6, 2, 32, 14, 3, 50, 4, torch.float32, mode, position=8)
+    if mode == "list":
+        args[6][:] = torch.tensor([1, -1, 30, 47])
+    else:
+        args[7] = torch.tensor([[0, 3, 9, 9, 20, 33]])
+    for junk in (torch.nan, torch.inf):
+        dirty = list(args)
+        dirty[1], dirty[5] = args[1].clone(), args[5].clone()
+        dirty[1][:, [0, 5, 9]] = junk
+        dirty[5][:, [0, 12, 35, 49] if mode == "count" else [0, 2, 29, 49]] = junk
+        want = reference(TEMPLATE, *dirty)
+        assert want.isfinite().flatten(2).all(-1).any() and not want.isfinite().all()
+        for chosen in CONFIGS:
+            got = run(dirty, chosen)
+            assert torch.equal(got.isfinite().flatten(2).all(-1), want.isfinite().flatten(2).all(-1))
+            clean = want.isfinite()
+            torch.testing.assert_close(got[clean & got.isfinite()], want[clean & got.isfinite()], rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_that_are_not_seen_may_hold_anything() -> None:
+    args = case(formats=(FP8, FP4))
+    clean = [run(args, chosen) for chosen in CONFIGS]
+    args[1][:, :4], args[5][:] = 0xFF, args[5]
+    unused = torch.ones(2, 33, dtype=torch.bool)
+    for b in range(2):
+        unused[b, args[6][b].flatten()[args[6][b].flatten() >= 0]] = False
+    args[5][unused] = 0xFF
+    for chosen, want in zip(CONFIGS, clean):
+        assert torch.equal(run(args, chosen), want)
+
+
+@pytest.mark.parametrize("bad", [33, -2, 2**40, -(2**40), 2**31 + 1])
+def test_an_index_out_of_range_is_skipped(bad: int) -> None:
+    args = case()
+    args[6][:, :, 4] = bad
+    got = run(args, CONFIGS[1])
+    args[6][:, :, 4] = -1
+    assert torch.equal(got, run(args, CONFIGS[1]))
+
+
+def test_any_position_is_safe() -> None:
+    """Positions and starts far outside the pool, negative ones and large integers: nothing seen, nothing read."""
+    big = 2**62
+    args = case(4, 5, 2, 32, 7, 3, mode="none", dtype=torch.float32, half=0)
+    args[2] = torch.tensor([[0, big, -5, 3, 2**40], [9, 1, 0, -1, -big], [4, 4, 4, 4, 4], [2, 100, 1, 50, 3]])
+    args[3] = torch.tensor([-3, 0, 2**40, -100])
+    for chosen in CONFIGS:
+        torch.testing.assert_close(run(args, chosen), reference(TEMPLATE, *args), rtol=1e-5, atol=1e-5)
+
+
+def test_strides_and_index_types() -> None:
+    args = case(2, 5, 4, 64)
+    args[0] = args[0].transpose(1, 2).contiguous().transpose(1, 2)
+    args[1] = torch.cat((args[1], args[1]), 2)[:, :, :64]
+    args[5] = torch.cat((args[5], args[5]), 1)[:, ::2]
+    args[6] = args[6].repeat(1, 1, 2)[:, :, ::2].int()
+    args[2], args[3] = args[2].int(), args[3].int()
+    args[10], args[11] = args[10].to(torch.bfloat16), args[11].to(torch.bfloat16)
+    args[8] = args[8].to(torch.bfloat16)
+    check(args)
+
+
+def test_the_configs_of_the_template(target: Target) -> None:
+    for args in (case(1, 1, 16, 64, formats=(FP8, FP4)), case(1, 5, 3, 32, mode="count"), case(1, dtype=torch.float32)):
+        for got in runs(TEMPLATE, tuple(args), target):
+            assert_close(got, args)
+
+
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"tokens": 0}, {"heads": 0}])
+def test_nothing_to_do(empty: dict[str, int]) -> None:
+    args = case(**empty)
+    assert run(args, CONFIGS[1]).shape == args[0].shape
+
+
+def test_bytes() -> None:
+    """Decode with the rows as they are released: everything once; a split adds what it hands to the combining kernel."""
+    args = case(2, 1, 16, 128, 16, 16, 256, 48, formats=(FP8, FP4), half=16, position=900)
+    args[6] = torch.stack([torch.randperm(256)[:48] for _ in range(2)]).unsqueeze(1)
+    cost = spec_of(TEMPLATE).cost_of(*args).numbers()
+    for splits in (1, 2):
+        handed = 0 if splits == 1 else 2 * splits * 16 * (128 + 2) * 4
+        with count_traffic() as traffic:
+            run(args, blocks(splits=splits))
+        turned = 2 * 16 * 32 * 2 if splits == 1 else 0
+        assert traffic.distinct_stored == cost["write_bytes"] + handed
+        assert traffic.stored == traffic.distinct_stored + turned  # the rotated part is stored twice
+        assert traffic.distinct_loaded <= 1.1 * cost["read_bytes"] + handed + turned
+
+
+@pytest.mark.parametrize(("change", "reason"), [({"dim": 2048}, "2048"), ({"dim": 33, "half": 0}, None)])
+def test_refuses(change: dict[str, int], reason: str | None) -> None:
+    args = case(batch=1, tokens=1, heads=1, rows=1, comp=1, **change)
+    refusal = TEMPLATE.applies(named(TEMPLATE, tuple(args)))
+    assert refusal is None if reason is None else reason in str(refusal)
