@@ -168,3 +168,47 @@ def compile_fx(
     compiled = inductor_compile_fx(module, list(example_inputs), config_patches=config_patches, **extra)
     assert callable(compiled)
     return compiled
+
+
+def triton_source(
+    kernel: Any, gpu: Any, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    """The `ASTSource` that Triton itself would compile if it started `kernel` with these arguments on `gpu`.
+
+    Which arguments become constants and which say that they are divisible by 16 decides about the code and about the
+    name of its cache entry, and is a private matter of each release; so its own functions are asked.
+
+    Args:
+        kernel: a `triton.jit` function; `gpu`: a `GPUTarget`.
+        arguments: parameters that are no constexpr; tensors of any device, of which only dtype and offset are used.
+    """
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(gpu)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = {name: _pointer(value) for name, value in arguments.items()}
+    bound, specialization, rest = bind(**given, **constants, **options)
+    _, signature, constexprs, attributes = kernel._pack_args(
+        backend, {**constants, **options}, bound, specialization, rest
+    )
+    return ASTSource(kernel, signature, constexprs, attributes)
+
+
+class _Pointer:
+    """What Triton asks of a tensor, without one: the type, and where it starts behind an aligned address."""
+
+    def __init__(self, dtype: torch.dtype, offset: int) -> None:
+        self.dtype, self._offset = dtype, offset
+
+    def data_ptr(self) -> int:
+        return self._offset
+
+
+def _pointer(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Pointer(value.dtype, int(value.storage_offset()) * value.element_size())

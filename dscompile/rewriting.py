@@ -83,16 +83,15 @@ def rewrite(
         functionalise_writes(region)
     restore_region_mutation(graph)
     snapshots.take("regions", graph)
+    target = target_of(graph, options, entry)
     if options.share and "share" not in options.disable:
-        DecodeInFront().run(graph, PassContext(options))
+        if target is not None and target.device_type == "cpu":
+            DecodeInFront().run(graph, PassContext(options))
         entry.shared = [str(shared) for shared in hoist_shared(graph)]
         dump.write("share", graph)
         snapshots.take("share", graph)
-    if options.lower:
-        try:
-            _lower(graph, target_of(graph, options), layer_labels(graph, input_names), entry)
-        except UnsupportedTargetError as error:
-            entry.notes.append(f"operations run their plain references: {error}")
+    if options.lower and target is not None:
+        _lower(graph, target, layer_labels(graph, input_names), entry)
         dump.write("lower", graph)
         snapshots.take("lower", graph)
     entry.nodes_after = count_nodes(graph)
@@ -137,16 +136,20 @@ def _short(layer: str) -> str:
     return found[0] if found else layer
 
 
-def target_of(graph: fx.GraphModule, options: Options) -> Target:
+def target_of(graph: fx.GraphModule, options: Options, entry: GraphReport) -> Target | None:
     """What to generate code for: the option, or the device of the graph's inputs (the CPU if it has no tensors).
 
-    Raises UnsupportedTargetError for a device that no target describes.
+    None, with a note in the report, for a device that no target describes.
     """
     if options.target is not None:
         return get_target(options.target)
     values = (node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder"))
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-    return detect_target(next((device for device in devices if device.type != "cpu"), "cpu"))
+    try:
+        return detect_target(next((device for device in devices if device.type != "cpu"), "cpu"))
+    except UnsupportedTargetError as error:
+        entry.notes.append(f"operations run their plain references: {error}")
+        return None
 
 
 def _lower(graph: fx.GraphModule, target: Target, labels: dict[str, list[str]], entry: GraphReport) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,20 +21,31 @@ class OfflineCompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Machine code of one launch.
+    """Machine code of one launch; can be sent between processes.
 
     key: sha256 over source, signature, constants, options, target and compiler; equal keys mean equal code.
-    metadata: what Triton needs in order to load it, as JSON values.
+    types, constants: of the kernel's parameters. metadata: what Triton needs in order to load it, as JSON values.
+    cache_key: the name of Triton's own cache entry; cache_files: what the entry holds, by name.
     """
 
     name: str
     key: str
     target: str
-    launch: Launch = field(repr=False)
-    cubin: bytes = field(repr=False)
-    ptx: str = field(repr=False)
+    config: Config
+    types: Mapping[str, str] = field(repr=False)
+    constants: Mapping[str, Any] = field(repr=False)
     source: str = field(repr=False)
     metadata: Mapping[str, Any] = field(repr=False)
+    cache_key: str = field(repr=False)
+    cache_files: Mapping[str, bytes] = field(repr=False)
+
+    @property
+    def cubin(self) -> bytes:
+        return self.cache_files[f"{self.name}.cubin"]
+
+    @property
+    def ptx(self) -> str:
+        return self.cache_files[f"{self.name}.ptx"].decode()
 
     @property
     def shared_bytes(self) -> int:
@@ -61,28 +74,38 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     if target.capability is None:
         raise OfflineCompileError(f"target {target.name!r} is no GPU")
     if triton.knobs.runtime.interpret:
         raise OfflineCompileError("TRITON_INTERPRET is set: kernels of this process run in the interpreter")
-    types, constants, attributes = launch.signature()
-    source = ASTSource(launch.kernel, types, constants, attributes)
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, **OPTIONS}
     major, minor = target.capability
+    gpu = GPUTarget("cuda", 10 * major + minor, 32)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+        source = compat.triton_source(launch.kernel, gpu, launch.arguments, launch.constants, options)
+        compiled = triton.compile(source, target=gpu, options=options)
     except Exception as error:  # Triton raises its own, LLVM's and subprocess errors
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = f"{launch.name} for {target.name} ({launch.config}, {_shown(constants)})"
+        where = f"{launch.name} for {target.name} ({launch.config}, {_shown(launch.constants)})"
         raise OfflineCompileError(f"cannot compile {where}: {type(error).__name__}: {cause}") from error
-    cubin, metadata = bytes(compiled.asm["cubin"]), compiled.metadata._asdict()
+    metadata = compiled.metadata._asdict()
     text = f"{source.hash()}-{sorted(options.items())}-{target.name}-{compat.version_text('triton')}"
+    files = {
+        f"{launch.name}.json": json.dumps(metadata, default=vars).encode(),
+        f"{launch.name}.cubin": bytes(compiled.asm["cubin"]),
+        f"{launch.name}.ptx": compiled.asm["ptx"].encode(),
+    }
     return CompiledKernel(
-        launch.name, hashlib.sha256(text.encode()).hexdigest(), target.name, launch, cubin, compiled.asm["ptx"],
-        launch.kernel.src, {k: v for k, v in metadata.items() if _plain(v)},
+        launch.name, hashlib.sha256(text.encode()).hexdigest(), target.name, launch.config, source.signature,
+        {launch.kernel.arg_names[path[0]]: value for path, value in source.constants.items()},
+        launch.kernel.src, {k: v for k, v in metadata.items() if _plain(v)}, _entry_name(compiled.hash), files,
     )  # fmt: skip
+
+
+def _entry_name(digest: str) -> str:
+    """The folder of an entry in Triton's cache."""
+    return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def _plain(value: Any) -> bool:

@@ -1,10 +1,14 @@
 """From a template to machine code of a GPU that is not here, and what is read from it."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
+from dscompile.compat import triton_source
 from dscompile.targets import TARGETS, Target, get_target
 from dscompile.templates.triton.launching import Launch, record_launches
 from dscompile.templates.triton.record import config
@@ -38,23 +42,25 @@ def test_recording_looks_at_no_data_and_starts_nothing() -> None:
     assert out.shape == (8, 5120) and out.device.type == "meta"
     (launch,) = launches
     assert launch.name == "rms_norm_kernel" and launch.grid == (8,) and launch.config == config(4, 3)
-    types, constants, attributes = launch.signature()
-    assert types["x"] == "*bf16" and types["weight"] == "*fp32" and types["stride"] == "i32" and types["eps"] == "fp32"
-    assert types["D"] == "constexpr" and constants["D"] == 5120
-    assert (0,) in attributes and (launch.kernel.arg_names.index("stride"),) in attributes
+    assert launch.arguments["stride"] == 5120 and launch.constants["D"] == 5120
 
 
-def test_signatures_follow_tritons_rules() -> None:
+def test_requests_follow_tritons_rules() -> None:
     """None and 1 are constants, what is divisible by 16 says so, what is not does not."""
     a = meta(64, dtype=torch.float32)
-    given = {"a": a[4:], "b": a[1:], "out": a, "n": 1, "factor": 2.0}
-    launch = Launch(_add, (1,), given, {"N": 32}, config())
-    types, constants, attributes = launch.signature()
-    assert types == {"a": "*fp32", "b": "*fp32", "out": "*fp32", "n": "constexpr", "factor": "fp32", "N": "constexpr"}
-    assert constants == {"N": 32, "n": 1} and set(attributes) == {(0,), (2,)}
-    assert Launch(_add, (1,), {**given, "n": 1 << 40}, {"N": 32}, config()).signature()[0]["n"] == "i64"
-    with pytest.raises(TypeError, match="complex64"):
-        Launch(_add, (1,), {**given, "a": meta(4, dtype=torch.complex64)}, {"N": 32}, config()).signature()
+    gpu = GPUTarget("cuda", 103, 32)
+
+    def request(**changes: Any) -> Any:
+        given = {"a": a[4:], "b": a[1:], "out": a, "n": 1, "factor": 2.0, **changes}
+        return triton_source(_add, gpu, given, {"N": 32}, {"num_warps": 4})
+
+    source = request()
+    types = {"a": "*fp32", "b": "*fp32", "out": "*fp32", "n": "constexpr", "factor": "fp32", "N": "constexpr"}
+    assert source.signature == types and source.constants == {(3,): 1, (5,): 32}
+    aligned = [["tt.divisibility", 16]]
+    assert [source.attrs.get((i,)) == aligned for i in range(6)] == [True, False, True, False, False, False]
+    assert request(n=1 << 40).signature["n"] == "i64" and request(n=48).attrs[3,] == aligned
+    assert request(b=None).signature["b"] == "constexpr"
 
 
 def test_keys_name_what_decides_about_the_code() -> None:

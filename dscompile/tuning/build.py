@@ -1,0 +1,124 @@
+"""All kernels of a workload, compiled for a target in parallel."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from dscompile.lowering.template import choose, triton_templates
+from dscompile.ops import NAMESPACE
+from dscompile.targets import Target, get_target
+from dscompile.templates.triton.record import Config, TritonTemplate
+from dscompile.tuning.calls import Call
+from dscompile.tuning.disassembly import Facts, read
+from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, compile_launch, launches_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call with one config of one template."""
+
+    call: Call
+    template: str
+    config: Config
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel of a job. grid: of its launch."""
+
+    job: Job
+    kernel: CompiledKernel
+    facts: Facts
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What of a workload has no kernel, and why. template: "" if no template fits the call."""
+
+    call: Call
+    template: str
+    reason: str
+
+
+def template_named(op: str, name: str) -> TritonTemplate:
+    """The Triton template of that name for `op`; KeyError if there is none."""
+    for template in triton_templates().get(f"{NAMESPACE}::{op}", ()):
+        if template.name == name:
+            return template
+    raise KeyError(f"no Triton template {name!r} for {op}")
+
+
+def plan(
+    calls: Iterable[Call], target: Target, select: Callable[[Call, TritonTemplate, list[Config]], list[Config]]
+) -> tuple[list[Job], list[Failure]]:
+    """The jobs of a workload: for each call its template and the configs that `select` takes out of the space."""
+    jobs: list[Job] = []
+    failures: list[Failure] = []
+    for call in calls:
+        choice = choose(triton_templates().get(f"{NAMESPACE}::{call.op}", ()), call.named())
+        if choice.template is None:
+            failures.append(Failure(call, "", choice.reason))
+            continue
+        template = choice.template
+        space = template.space(call.sizes(), target)
+        if not space:
+            failures.append(Failure(call, template.name, "no config passes its checks"))
+        jobs += [Job(call, template.name, config) for config in select(call, template, space)]
+    return jobs, failures
+
+
+def first_only(call: Call, template: TritonTemplate, space: list[Config]) -> list[Config]:
+    """The config that a template names first."""
+    return space[:1]
+
+
+def compile_job(job: Job, target: Target) -> list[Built]:
+    """Every kernel that a job launches. Raises OfflineCompileError and ToolError."""
+    template = template_named(job.call.op, job.template)
+    launches = launches_of(template, job.call.meta_args(), job.config, target)
+    built = []
+    for launch in launches:
+        kernel = compile_launch(launch, target)
+        built.append(Built(job, kernel, read(kernel.cubin), launch.grid))
+    return built
+
+
+def compile_jobs(jobs: list[Job], target: Target, processes: int) -> Iterator[tuple[Job, list[Built] | Failure]]:
+    """Results as they come. A process that dies takes its job down as a failure, not the others.
+
+    Processes are started afresh ("spawn"), so that no thread of this one is copied half-way through a lock.
+    """
+    if processes <= 1 or len(jobs) <= 1:
+        for job in jobs:
+            yield job, _guarded(job, target.name)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_ignore_interrupt) as pool:
+        waiting = {pool.submit(_guarded, job, target.name): job for job in jobs}
+        for future in as_completed(waiting):
+            job = waiting[future]
+            error = future.exception()
+            if error is not None:
+                yield job, Failure(job.call, job.template, f"the compiling process ended: {error}")
+            else:
+                yield job, future.result()
+
+
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _guarded(job: Job, target: str) -> list[Built] | Failure:
+    from dscompile.tuning.disassembly import ToolError
+
+    try:
+        return compile_job(job, get_target(target))
+    except (OfflineCompileError, ToolError) as error:
+        return Failure(job.call, job.template, str(error))
