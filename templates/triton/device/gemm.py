@@ -13,8 +13,8 @@ def load_tile(rows, columns, alive, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """rows: pointers [R]; columns [BLOCK_K], the first a multiple of BLOCK_K -> [R, BLOCK_K]; 0 outside of SIZE."""
     at = rows[:, None] + columns[None, :]
     if SIZE % BLOCK_K == 0:
-        return tl.load(at, mask=alive[:, None], other=0)
-    return tl.load(at, mask=alive[:, None] & (columns < SIZE)[None, :], other=0)
+        return tl.load(at, mask=alive[:, None], other=0.0)
+    return tl.load(at, mask=alive[:, None] & (columns < SIZE)[None, :], other=0.0)
 
 
 @triton.jit

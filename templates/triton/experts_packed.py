@@ -1,0 +1,234 @@
+"""Routed experts on FP4 or FP8 weights with block scales, activations in FP8: the numbers of the V4.1 release.
+
+    quantise x, sort -> act = silu(x w1^T) * x w3^T * weight, quantised -> act w2^T -> sum over the pairs of a token
+
+Where the tensor cores take block scales, codes go into them as they are stored. Elsewhere weights are decoded to bf16
+in registers, and the quantised activations are kept as bf16, which holds each of them exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dscompile.targets import Target
+from dscompile.templates.triton.device.formats import divide_by_scales, e4m3_bytes, scales_of
+from dscompile.templates.triton.device.gemm import clamped_silu, rounded
+from dscompile.templates.triton.device.packed import packed_product, packed_product_pair
+from dscompile.templates.triton.expert_sort import sort_pairs
+from dscompile.templates.triton.experts import MOST_EXPERTS, combine, tile_of, tokens_of_an_expert
+from dscompile.templates.triton.launching import interpreting, launch
+from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
+
+GROUP = 32
+
+
+@triton.jit
+def store_rounded(
+    x, to, scales, row, first, alive, SIZE: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, D: tl.constexpr
+):
+    """fp32 [N, D] rounded to E4M3 with a power-of-two scale per 32, from column `first` of the rows of `to`, which has
+    SIZE columns: as codes and scales, or, where `scales` is None, as bf16 values. HALVES: even columns first."""
+    factor, stored = scales_of(x, N, D, 32, 448.0, 1e-4, True)
+    column = first + tl.arange(0, D)
+    inside = alive[:, None] & (column < SIZE)[None, :]
+    at = to + row[:, None] * SIZE + column[None, :]
+    codes = e4m3_bytes(divide_by_scales(x, factor, N, D, 32, 448.0)).to(tl.float8e4nv, bitcast=True)
+    if scales is None:
+        grouped = tl.reshape(codes.to(tl.float32), (N, D // 32, 32)) * tl.expand_dims(factor, 2)
+        values = tl.reshape(grouped, (N, D)).to(tl.bfloat16)
+        if HALVES:
+            even, odd = tl.split(tl.reshape(values, (N, D // 2, 2)))
+            column = first // 2 + tl.arange(0, D // 2)
+            at = to + row[:, None] * SIZE + column[None, :]
+            inside = alive[:, None] & (column < SIZE // 2)[None, :]
+            tl.store(at, even, mask=inside)
+            tl.store(at + SIZE // 2, odd, mask=inside)
+        else:
+            tl.store(at, values, mask=inside)
+    else:
+        tl.store(at, codes, mask=inside)
+        group = first // 32 + tl.arange(0, D // 32)
+        there = scales + row[:, None] * (SIZE // 32) + group[None, :]
+        tl.store(there, stored, mask=alive[:, None] & (group < SIZE // 32)[None, :])
+
+
+@triton.jit
+def quantise_kernel(
+    x, x_stride, to, scales, ROWS_IN_ALL,
+    SIZE: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """N rows, BLOCK columns a program; see `store_rounded`."""
+    row = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    alive = row < ROWS_IN_ALL
+    at = x + row[:, None] * x_stride + column[None, :]
+    value = tl.load(at, mask=alive[:, None] & (column < SIZE)[None, :], other=0.0).to(tl.float32)
+    store_rounded(value, to, scales, row, first, alive, SIZE, HALVES, N, BLOCK)
+
+
+@triton.jit
+def packed_up_kernel(
+    x, x_scale, weights, w13, w13_scale, act, act_scale, kind, rows, tiles, TILES, limit,
+    K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr, CLAMP: tl.constexpr, E2M1: tl.constexpr,
+    SCALED: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """act[slot] = the quantised clamped_silu(x w1^T, x w3^T) * weight; sums and product are rounded to the type of
+    `kind`, which is never accessed."""
+    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    if expert < 0:
+        return
+    PER_BYTE: tl.constexpr = 2 if E2M1 else 1
+    SCALE_ROWS: tl.constexpr = 1 if E2M1 else 32
+    first = tl.program_id(0) * BLOCK_I
+    inner = first + tl.arange(0, BLOCK_I)
+    inside = inner < INNER
+    row = expert.to(tl.int64) * (2 * INNER) + inner
+    w1 = w13 + row * (D // PER_BYTE)
+    s1 = w13_scale + row // SCALE_ROWS * (D // 32)
+    w3 = w1 + INNER * (D // PER_BYTE)
+    s3 = s1 + INNER // SCALE_ROWS * (D // 32)
+    token = (pair // K).to(tl.int64)
+    token_scale = None
+    if SCALED:
+        token_scale = x_scale + token * (D // 32)
+    gate, up = packed_product_pair(
+        w1, w3, s1, s3, inside, x + token * D, token_scale, alive,
+        D, E2M1, SCALED, WORDS, ASM, BLOCK_I, BLOCK_T, BLOCK_K,
+    )  # fmt: skip
+    rounding = kind.dtype.element_ty
+    gate, up = rounded(gate, rounding), rounded(up, rounding)
+    weight = tl.load(weights + pair, mask=alive, other=0.0).to(tl.float32)
+    result = rounded(clamped_silu(gate, up, limit, CLAMP, tl.float32) * weight[None, :], rounding)
+    store_rounded(tl.trans(result), act, act_scale, slot, first, alive, INNER, E2M1, BLOCK_T, BLOCK_I)
+
+
+@triton.jit
+def packed_down_kernel(
+    act, act_scale, w2, w2_scale, results, rows, tiles, TILES,
+    D: tl.constexpr, INNER: tl.constexpr, E2M1: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """results[pair] = act[slot] w2^T: [pairs, D], rounded to its dtype."""
+    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    if expert < 0:
+        return
+    PER_BYTE: tl.constexpr = 2 if E2M1 else 1
+    SCALE_ROWS: tl.constexpr = 1 if E2M1 else 32
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < D
+    row = expert.to(tl.int64) * D + column
+    slot_scale = None
+    if SCALED:
+        slot_scale = act_scale + slot * (INNER // 32)
+    total = packed_product(
+        w2 + row * (INNER // PER_BYTE), w2_scale + row // SCALE_ROWS * (INNER // 32), inside,
+        act + slot * INNER, slot_scale, alive, INNER, E2M1, SCALED, WORDS, ASM, BLOCK_N, BLOCK_T, BLOCK_K,
+    )  # fmt: skip
+    at = results + pair.to(tl.int64)[None, :] * D + column[:, None]
+    tl.store(at, total.to(results.dtype.element_ty), mask=alive[None, :] & inside[:, None])
+
+
+def rounded_buffers(like: Tensor, rows: int, size: int, scaled: bool) -> tuple[Tensor, Tensor | None]:
+    """What `store_rounded` fills."""
+    if not scaled:
+        return like.new_empty((rows, size), dtype=torch.bfloat16), None
+    return (
+        like.new_empty((rows, size), dtype=torch.float8_e4m3fn),
+        like.new_empty((rows, size // GROUP), dtype=torch.uint8),
+    )
+
+
+def _words(size: int, block: int) -> bool:
+    """Whether scales of rows of `size` values can be loaded four at a time."""
+    return size % (4 * GROUP) == 0 and block % (4 * GROUP) == 0
+
+
+def experts_packed(
+    x: Tensor, indices: Tensor, weights: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+    limit: float, weight_format: str, out_dtype: torch.dtype, *, config: Config, target: Target,
+) -> Tensor:  # fmt: skip
+    """`dsv4::experts_packed`: x [N, D] -> [N, D] in out_dtype.
+
+    An index outside [0, E) is skipped like -1; the reference raises for all but -1.
+    """
+    tokens, k = indices.shape
+    count, size, inner = w13.shape[0], x.shape[1], w13.shape[1] // 2
+    e2m1, scaled = weight_format == "e2m1_1x32", target.has("block_scaled_mma")
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    w13, w13_scale, w2, w2_scale, weights = (t.contiguous() for t in (w13, w13_scale, w2, w2_scale, weights))
+    if not e2m1:
+        w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
+    block_t, block_i, wanted = config["BLOCK_T"], config["BLOCK_I"], config["BLOCK_K"]
+    rounded_x, x_scale = rounded_buffers(x, tokens, size, scaled)
+    block = min(1024, triton.next_power_of_2(size))
+    launch(
+        quantise_kernel, (tokens, triton.cdiv(size, block)), x, x.stride(0), rounded_x, x_scale, tokens,
+        config=config, SIZE=size, HALVES=e2m1, N=1, BLOCK=block,
+    )  # fmt: skip
+    rows, tiles = sort_pairs(indices, count, block_t)
+    most = tiles.shape[1]
+    act, act_scale = rounded_buffers(x, tokens * k, inner, scaled)
+    asm = target.has("wgmma") and not interpreting()
+    kinds = {"E2M1": e2m1, "SCALED": scaled, "ASM": asm, "BLOCK_T": block_t}
+    block_k = min(wanted, triton.next_power_of_2(size))
+    launch(
+        packed_up_kernel, (triton.cdiv(inner, block_i), most),
+        rounded_x, x_scale, weights, w13, w13_scale, act, act_scale, x, rows, tiles, most, limit,
+        config=config, K=k, D=size, INNER=inner, CLAMP=0 < limit < math.inf, **kinds, WORDS=_words(size, block_k),
+        BLOCK_I=block_i, BLOCK_K=block_k,
+    )  # fmt: skip
+    results = x.new_empty((tokens * k, size))
+    block_k = min(wanted, triton.next_power_of_2(inner))
+    launch(
+        packed_down_kernel, (triton.cdiv(size, config["BLOCK_N"]), most),
+        act, act_scale, w2, w2_scale, results, rows, tiles, most,
+        config=config, D=size, INNER=inner, **kinds, WORDS=_words(inner, block_k), BLOCK_N=config["BLOCK_N"],
+        BLOCK_K=block_k,
+    )  # fmt: skip
+    out = x.new_empty(x.shape, dtype=out_dtype)
+    combine(results, indices, weights, count, True, out, config)
+    return out
+
+
+def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
+    average, fp4 = tokens_of_an_expert(sizes), sizes["weight_bytes"] < 1
+    if target.has("block_scaled_mma"):  # takes 128 rows of weights, no fewer
+        shapes = [(128, 4), (256, 3)] if fp4 else [(128, 4), (128, 3)]
+        few = [config(4, s, BLOCK_T=t, BLOCK_I=128, BLOCK_N=128, BLOCK_K=k) for t in (16, 32) for k, s in shapes]
+        shapes = [(128, 4), (128, 3), (256, 2)] if fp4 else [(128, 3), (128, 2)]
+        many = [config(8, s, BLOCK_T=64, BLOCK_I=128, BLOCK_N=128, BLOCK_K=k) for k, s in shapes]
+    else:  # decoding takes registers
+        warps, inner = (4, 64) if fp4 else (8, 128)
+        few = [config(warps, s, BLOCK_T=t, BLOCK_I=inner, BLOCK_N=128, BLOCK_K=128) for t in (16, 32) for s in (4, 3)]
+        many = [config(8, 3, BLOCK_T=64, BLOCK_I=i, BLOCK_N=128, BLOCK_K=128) for i in ((128, 64) if fp4 else (64,))]
+    yield from (*few, *many) if average <= 16 else (*many, *few)
+
+
+def _check(config: Config, sizes: Sizes, target: Target) -> str | None:
+    activation = 1 if target.has("block_scaled_mma") else 2
+    # FP4 is spread to a byte a value in shared memory.
+    need = config.num_stages * config["BLOCK_K"] * (2 * config["BLOCK_I"] + config["BLOCK_T"] * activation)
+    if need > target.smem_bytes_per_block:
+        return f"{need} bytes of shared memory, allowed: {target.smem_bytes_per_block}"
+    # Quantising what comes out of the sums needs as many again.
+    registers = 2 * config["BLOCK_I"] * config["BLOCK_T"] // (32 * config.num_warps)
+    return None if registers <= 64 else f"{registers} registers a thread for the sums, allowed: 64"
+
+
+def _applies(meta: Meta) -> str | None:
+    count, k = meta["w13"].shape[0], meta["indices"].shape[1]
+    if not 1 <= count <= MOST_EXPERTS:
+        return f"{count} experts, allowed: 1 to {MOST_EXPERTS}"
+    return None if k > 0 and meta["w13"].numel() > 0 else f"{k} experts a token, weights {tuple(meta['w13'].shape)}"
+
+
+TEMPLATES = (TritonTemplate("experts_packed", "dsv4::experts_packed", experts_packed, _configs, _check, _applies),)
