@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import platform
 import shutil
@@ -17,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dscompile import __version__, compat
+from dscompile import __version__, compat, kernel_commands
 from dscompile.targets import TARGETS, UnsupportedTargetError, detect_target
 
 app = typer.Typer(
@@ -75,7 +77,7 @@ def explain(
         Options.from_user(options)
         with err.status(f"building {subject}"):
             function, args, kwargs = load_call(subject, tokens)
-        with err.status(f"compiling {subject}"):
+        with err.status(f"compiling {subject}"), _failures_of_the_model(subject):
             collected = explain_call(function, *args, options=options, **kwargs)
     if form is Form.text and output is None:
         out.print(collected.render())
@@ -203,6 +205,20 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     out.print(table)
 
 
+@app.command()
+@functools.wraps(kernel_commands.build)
+def build(*args: Any, **kwargs: Any) -> None:
+    with _errors_in_one_line():
+        kernel_commands.build(*args, **kwargs)
+
+
+@app.command()
+@functools.wraps(kernel_commands.inspect)
+def inspect(*args: Any, **kwargs: Any) -> None:
+    with _errors_in_one_line():
+        kernel_commands.inspect(*args, **kwargs)
+
+
 def _deliver(text: str, output: Path | None) -> None:
     """Writes to the file, or to standard output exactly as it is (no wrapping, no colours)."""
     if output is None:
@@ -226,6 +242,32 @@ def _errors_in_one_line() -> Iterator[None]:
                 )
                 raise typer.Exit(2) from None
         raise
+
+
+class ModelFailure(RuntimeError):
+    """The user's model raised while it was captured or run."""
+
+
+@contextlib.contextmanager
+def _failures_of_the_model(subject: str) -> Iterator[None]:
+    """One line for what the model itself raises; DSCOMPILE_TRACEBACK=1 shows the whole stack."""
+    before = logging.root.manager.disable
+    if not os.environ.get("DSCOMPILE_TRACEBACK"):
+        logging.disable(logging.ERROR)  # torch logs a stack of its own before it raises
+    try:
+        yield
+    except Exception as error:
+        ours = any(type(cause).__module__.startswith("dscompile.") for cause in _causes(error))
+        if ours or os.environ.get("DSCOMPILE_TRACEBACK"):
+            raise
+        places = [line.strip() for line in str(error).splitlines() if line.strip().startswith("File ")]
+        cause = [*_causes(error)][-1]
+        said = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}".rstrip(": ")
+        hint = "run it eagerly to find out more, or set DSCOMPILE_TRACEBACK=1 for the whole stack"
+        where = f" ({places[-1]})" if places else ""
+        raise ModelFailure(f"{subject} failed when it was called{where}: {said}; {hint}") from error
+    finally:
+        logging.disable(before)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -248,7 +248,7 @@ def _layer_key(layer: str) -> tuple[int, str]:
 def _headline(graph: GraphReport) -> str:
     total = len(graph.matches)
     if not total and not graph.misses:
-        return f"{graph.name}: nothing matched, {graph.nodes_before} nodes went to Inductor unchanged"
+        return f"{graph.name}: nothing matched, {graph.nodes_before} operations are as they were"
     return (
         f"{graph.name} [{graph.inputs}]: {total} matches, {len(graph.misses)} near misses, "
         f"{graph.nodes_before} -> {graph.nodes_after} nodes, {graph.regions} layer kinds for {graph.region_calls} "
@@ -262,7 +262,10 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
     yield Text(_headline(graph), style="bold")
     if graph.matches or graph.misses:
         header, rows = layer_table(graph)
-        table = Table(*header, show_edge=False, pad_edge=False)
+        table = Table(show_edge=False, pad_edge=False)
+        table.add_column(header[0], no_wrap=True)
+        for family in header[1:]:  # a narrow terminal breaks a name rather than losing its end
+            table.add_column(family, overflow="fold")
         for row in rows:
             table.add_row(*row)
         yield table

@@ -116,7 +116,7 @@ def layer_labels(graph: fx.GraphModule, input_names: Sequence[str]) -> dict[str,
             for source in call.all_input_nodes
             if (found := re.match(r"(.*?\w+\.\d+)\.", names.get(source, "")))
         )
-        label = counts.most_common(1)[0][0] if counts else f"call {position}"
+        label = _short(counts.most_common(1)[0][0]) if counts else f"call {position}"
         labels.setdefault(paths[id(region_module(graph, call))], []).append(label)
     return labels
 

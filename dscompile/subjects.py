@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ def load_call(subject: str, tokens: int) -> Call:
     function = getattr(_load_file(path), name, None)
     if not callable(function):
         raise SubjectError(f"{path_text} has no function {name!r}")
-    return _as_call(function(), subject)
+    try:
+        return _as_call(function(), subject)
+    except SubjectError:
+        raise
+    except Exception as error:
+        raise SubjectError(f"{name}() failed{_where(error, path)}: {_said(error)}") from error
 
 
 def _load_file(path: Path) -> Any:
@@ -42,8 +48,24 @@ def _load_file(path: Path) -> Any:
         raise SubjectError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickling look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SubjectError(f"{path} cannot be imported{_where(error, path)}: {_said(error)}") from error
     return module
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """` (line 7)`: the last line of the user's file on the way to the error; nothing if it is not on it."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f" (line {error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
 def _as_call(result: Any, subject: str) -> Call:

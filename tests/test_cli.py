@@ -53,7 +53,7 @@ def run(*arguments: str, status: int = 0) -> str:
 
 def test_help_names_every_command():
     text = run("--help")
-    for command in ("explain", "formats", "targets", "env"):
+    for command in ("explain", "formats", "targets", "env", "build", "inspect"):
         assert command in text
 
 
@@ -129,6 +129,30 @@ def test_subject_functions(user_file: Path):
 def test_subject_functions_that_do_not_fit(user_file: Path, name: str, words: str):
     with pytest.raises(SubjectError, match=words):
         load_call(f"{user_file}:{name}", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "words"),
+    [
+        ("def f(:\n", "f", ["cannot be imported (line 1)", "SyntaxError"]),
+        ("\nimport nothing_of_this_name\n", "f", ["(line 2)", "nothing_of_this_name"]),
+        ("def f():\n    return 1 / 0\n", "f", ["f() failed (line 2)", "division by zero"]),
+        ("def f(x):\n    return x\n", "f", ["f() failed", "positional argument: 'x'"]),
+        (
+            "import torch\ndef f():\n    return torch.nn.Linear(3, 4), (torch.ones(2, 5),)\n",
+            "f",
+            ["failed when it was called", "linear.py", "2, 5", "DSCOMPILE_TRACEBACK"],
+        ),
+    ],
+)
+def test_explain_says_in_one_line_what_is_wrong_with_a_users_file(
+    tmp_path: Path, text: str, function: str, words: list[str]
+):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    said = run("explain", f"{path}:{function}", status=2).strip()
+    assert len(said.splitlines()) == 1
+    assert all(word in said for word in words), said
 
 
 def test_explain_compiles_a_users_function(user_file: Path, tmp_path: Path):

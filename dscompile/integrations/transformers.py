@@ -39,7 +39,8 @@ class StaticV4Cache(Cache):
     Args:
         config: the model's configuration (`model_type` "deepseek_v4").
         batch_size: rows of every call; all rows are at the same position.
-        max_tokens: tokens (prompt and generated) that fit; beyond it a forward raises IndexError.
+        max_tokens: tokens (prompt and generated) that fit. Compressed rows are allocated in whole groups; a token
+            whose group has no row any more raises IndexError ("slots ... allowed: < rows of the pool").
         dtype: of the model's activations, so of everything stored.
         device: where the model runs.
 
@@ -63,8 +64,8 @@ class StaticV4Cache(Cache):
         if getattr(config, "model_type", None) != "deepseek_v4":
             raise ValueError(f"StaticV4Cache is for deepseek_v4; got a configuration of {config.model_type!r}")
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r}, allowed: an int >= 1")
         device = torch.empty(0, device=device).device  # with its index, as a tensor's device has it
         self.max_tokens = max_tokens
         self.start = torch.zeros((), dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dscompile
 from dscompile.backend import DscompileWarning
 from dscompile.options import OptionError
-from dscompile.verify import VerificationError
+from dscompile.verify import FLIPS, Tolerance, VerificationError, compare, rounds
 
 EAGER = {"inductor": False}
 
@@ -133,6 +133,36 @@ def test_verification_passes_and_catches_a_wrong_pass(monkeypatch: pytest.Monkey
             compiled(model, x, verify=True)
     finally:
         object.__setattr__(norm.RMS_NORM_FP32, "replace", norm._replace_fp32)
+
+
+def test_verification_allows_a_code_next_to_a_boundary_and_no_more() -> None:
+    """Only where the graph rounds to few bits; a wrong row or a wrong output is still found."""
+    tolerance = Tolerance(flips=FLIPS)
+    rows = torch.randint(0, 256, (40, 66), dtype=torch.uint8)
+    flipped, wrong = rows.clone(), rows.clone()
+    flipped[3, 5] ^= 1
+    wrong[3] = ~wrong[3]
+    assert compare([rows], [flipped], tolerance) is None
+    assert compare([rows], [flipped]) is not None and compare([rows], [wrong], tolerance) is not None
+    out = torch.randn(20, 50)
+    moved, off = out.clone(), out * 1.01
+    moved[7] += 0.05 * out[7]
+    assert compare([out], [moved], tolerance) is None
+    assert compare([out], [moved]) is not None and compare([out], [off], tolerance) is not None
+    assert compare([torch.tensor([1, 2])], [torch.tensor([1, 3])], tolerance) is not None
+
+
+class Quantised(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / 0.25).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() * 0.25
+
+
+def test_only_graphs_that_round_to_few_bits_are_given_that_allowance() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(3, 32)
+    assert rounds(make_fx(Quantised(), tracing_mode="fake")(x))
+    assert not rounds(make_fx(lambda x: x.relu() * 2, tracing_mode="fake")(x))
 
 
 def test_a_warning_comes_before_the_recompile_limit() -> None:

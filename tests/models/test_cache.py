@@ -34,7 +34,14 @@ def test_report_counts_every_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "key"), [(0, 5, "batch_size: 0"), (1, 0, "max_tokens: 0"), (1, 5000, "max_position_embeddings")]
+    ("batch", "tokens", "key"),
+    [
+        (0, 5, "batch_size: 0"),
+        (1, 0, "max_tokens: 0"),
+        (1, "a", "max_tokens: 'a'"),
+        (2.5, 4, "batch_size: 2.5"),
+        (1, 5000, "max_position_embeddings"),
+    ],
 )
 def test_sizes_that_make_no_sense(batch: int, tokens: int, key: str) -> None:
     with pytest.raises(ValueError, match=key):

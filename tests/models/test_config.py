@@ -75,6 +75,7 @@ def test_file_lookup(tmp_path: Path) -> None:
     ("changes", "key"),
     [
         ({"kv_source_layer_ids": (0, 3, 4), "index_source_layer_ids": (0, 3, 4, 6)}, "kv_source_layer_ids: 0"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit: -1.0"),
         ({"kv_source_layer_ids": (1, 2, 3, 4)}, "kv_source_layer_ids"),  # 2 is no index source
         ({"index_source_layer_ids": (0, 1, 3, 4, 6)}, "index_source_layer_ids: 0"),
         ({"compress_ratios": (0, 2, 1, 2, 1, 1, 1, 1)}, r"compress_ratios\[2\]: 1"),

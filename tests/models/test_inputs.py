@@ -67,3 +67,8 @@ def test_constructor(make_model: Callable[..., Model]) -> None:
 
 def test_no_gradients(tiny: Model) -> None:
     assert not any(parameter.requires_grad for parameter in tiny.parameters()) and not tiny.training
+
+
+def test_no_tokens(tiny: Model) -> None:
+    with pytest.raises(ValueError, match=r"input_ids have shape \(1, 0\), allowed: at least one token"):
+        tiny(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64), tiny.new_cache(1, 16))

@@ -83,8 +83,8 @@ class DeepseekV41Cache(NamedTuple):
     ) -> DeepseekV41Cache:
         """A zeroed cache for `batch_size` sequences of up to `max_tokens` tokens."""
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise ValueError(f"{name}: {value}, allowed: >= 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r}, allowed: an int >= 1")
         limit = config.max_position_embeddings
         if max_tokens > limit:
             raise ValueError(f"max_tokens: {max_tokens}, allowed: <= max_position_embeddings {limit}")

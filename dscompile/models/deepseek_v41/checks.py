@@ -19,6 +19,8 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
     if positions.shape != input_ids.shape:
         raise ValueError(f"positions have shape {tuple(positions.shape)}, allowed: {tuple(input_ids.shape)}")
     batch = input_ids.shape[0]
+    if input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}, allowed: at least one token")
     if cache.batch_size != batch:
         raise ValueError(f"the cache is for batch size {cache.batch_size}, the input has {batch} rows")
     if input_ids.shape[1] > cache.max_tokens:

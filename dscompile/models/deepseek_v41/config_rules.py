@@ -78,6 +78,7 @@ def _check_widths(config: DeepseekV41Config) -> None:
     _require(picks <= experts, "num_experts_per_tok", picks, f"<= n_routed_experts {experts}")
     _require(config.rms_norm_eps > 0, "rms_norm_eps", config.rms_norm_eps, "> 0")
     _require(config.hc_eps > 0, "hc_eps", config.hc_eps, "> 0")
+    _require(config.swiglu_limit >= 0, "swiglu_limit", config.swiglu_limit, ">= 0 (0: no limit)")
 
 
 def _check_rope(config: DeepseekV41Config) -> None:

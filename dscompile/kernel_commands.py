@@ -1,0 +1,197 @@
+"""Commands about kernels: compile those of a model without a GPU, and look at what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dscompile.targets import TARGETS, Target, get_target
+
+if TYPE_CHECKING:
+    from dscompile.models.deepseek_v41 import DeepseekV41Config
+    from dscompile.tuning.bundle import Bundle, Entry
+    from dscompile.tuning.calls import Call
+
+out = Console()
+err = Console(stderr=True)
+
+
+class ModelError(ValueError):
+    """A model or a size on the command line that cannot be used."""
+
+
+class Roles(StrEnum):
+    """What a machine does."""
+
+    prefill = "prefill"
+    decode = "decode"
+
+
+def sizes(text: str) -> list[int]:
+    """`8,16` or `8k,128k,1m` to numbers (k = 1024); ModelError names the part that is none."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*([kKmM]?)\s*", part)
+        if match is None or int(match[1]) == 0:
+            raise ModelError(
+                f"size {part!r} in {text!r}, allowed: positive whole numbers, with k or m for 1024, 1024^2"
+            )
+        found.append(int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()])
+    return found
+
+
+def read_config(model: str) -> DeepseekV41Config:
+    """`v41`, `v41-miniature`, or a path to a config.json or a folder with one."""
+    from dscompile.models.deepseek_v41 import DeepseekV41Config
+
+    built_in = {"v41": DeepseekV41Config.released, "v41-miniature": DeepseekV41Config.miniature}
+    if model in built_in:
+        return built_in[model]()
+    if not Path(model).exists():
+        raise ModelError(f"model {model!r} is no file or folder; allowed: {', '.join(built_in)}, or a path to a config")
+    return DeepseekV41Config.from_file(model)
+
+
+def gpu(name: str) -> Target:
+    """The GPU target of that name."""
+    target = get_target(name)
+    if target.capability is None:
+        gpus = ", ".join(target.name for target in TARGETS.values() if target.capability)
+        raise ModelError(f"target {name!r} has no kernels to build; allowed: {gpus}")
+    return target
+
+
+def build(
+    model: Annotated[str, typer.Option(help="`v41` (the release), `v41-miniature`, or a config.json or its folder.")],
+    target: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the bundle.")],
+    batch: Annotated[str, typer.Option(help="Sequences per step, separated by commas.")] = "8",
+    context: Annotated[str, typer.Option(help="Tokens that the caches have room for: 8k,128k.")] = "8k",
+    role: Annotated[Roles, typer.Option(help="One token a sequence, or many.")] = Roles.decode,
+    tokens: Annotated[str, typer.Option(help="New tokens a sequence when prefilling.")] = "4k",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: the cores.")] = None,
+    every_config: Annotated[bool, typer.Option(help="All configs of every template, for tuning later.")] = False,
+) -> None:
+    """Compile every Triton kernel that a model needs, without a GPU, into a bundle."""
+    from dscompile import compat
+    from dscompile.tuning.build import Failure, compile_jobs, first_only, plan
+    from dscompile.tuning.bundle import Bundle
+
+    machine, config = gpu(target), read_config(model)
+    shapes = [(b, c) for b in sizes(batch) for c in sizes(context)]
+    new_tokens = sizes(tokens)[0]
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=err.is_terminal) as progress:
+        finding = progress.add_task("finding calls", total=len(shapes))
+        calls = []
+        for found in _calls(config, machine, role, shapes, new_tokens):
+            calls += found
+            progress.advance(finding)
+        select = (lambda call, template, space: space) if every_config else first_only
+        from dscompile.tuning.calls import merged
+
+        work, failures = plan(merged(calls), machine, select)
+        workload = {
+            "model": model, "role": str(role), "batch": sizes(batch), "context": sizes(context), "tokens": new_tokens,
+            "every_config": every_config,
+        }  # fmt: skip
+        bundle = Bundle(output, machine.name, workload, compat.version_text("triton") or "none")
+        for failure in failures:
+            bundle.fail(failure)
+        compiling = progress.add_task("compiling", total=len(work))
+        for job, result in compile_jobs(work, machine, jobs or os.cpu_count() or 1):
+            progress.update(compiling, advance=1, description=f"compiling {job.template}")
+            if isinstance(result, Failure):
+                bundle.fail(result)
+            else:
+                bundle.add(result)
+        bundle.save()
+    out.print(f"{len(bundle.kernels)} kernels for {machine.name} in {output}", highlight=False)
+    for failed in bundle.failures:
+        err.print(f"no kernel: {failed['call']}: {failed['reason']}", style="yellow", markup=False, highlight=False)
+    if not bundle.kernels:
+        raise typer.Exit(1)
+
+
+def _calls(
+    config: DeepseekV41Config, target: Target, role: Roles, shapes: list[tuple[int, int]], tokens: int
+) -> Iterator[list[Call]]:
+    from dscompile.workload import v41_calls
+
+    for batch, context in shapes:
+        yield v41_calls(config, target.name, role.value, batch, context, min(tokens, context))
+
+
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="A folder that `dscompile build` made.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what the machine code of a bundle's kernels says: registers, tensor cores, memory, floors."""
+    from dscompile.tuning.bundle import Bundle
+
+    loaded = Bundle.load(bundle)
+    rows = [row for entry in loaded.kernels.values() for row in describe(loaded, entry)]
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    table = Table(title=f"{loaded.target}, Triton {loaded.triton}: compiled only, never run by this command")
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=name == "kernel", justify="left" if name in _TEXT else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in COLUMNS))
+    out.print(table)
+    out.print(
+        "floor: the call's least traffic and arithmetic at the data sheet's rates (modelled); one call, all kernels"
+    )
+    for failed in loaded.failures:
+        out.print(f"no kernel: {failed['call']}: {failed['reason']}", style="yellow", markup=False, highlight=False)
+
+
+COLUMNS = ("kernel", "op", "config", "grid", "regs", "spills", "shared", "tmem", "blocks/SM", "limit", "tensor core",
+           "loads", "stores", "TMA", "read MB", "write MB", "GFLOP", "floor us", "bound by", "count")  # fmt: skip
+_TEXT = ("kernel", "op", "config", "limit", "tensor core", "bound by")
+
+
+def describe(bundle: Bundle, entry: Entry) -> Iterator[dict[str, Any]]:
+    """Rows of `COLUMNS`, one for each use of a kernel."""
+    from dscompile.tuning.occupancy import occupancy
+
+    target, facts = get_target(bundle.target), entry.facts
+    fits = occupancy(target, entry.warps, facts.registers, entry.shared_bytes, entry.tensor_memory_columns)
+    operand = "fp8" if {"UTCQMMA", "QGMMA", "QMMA"} & set(facts.tensor_core) else "bf16"
+    for use in entry.uses:
+        traffic = target.floor_us(use.read_bytes + use.write_bytes)
+        arithmetic = target.floor_us(0, use.flops, operand)
+        floor = target.floor_us(use.read_bytes + use.write_bytes, use.flops, operand)
+        yield {
+            "kernel": entry.name, "op": use.call.split("(")[0].removeprefix("dsv4::"), "config": use.config,
+            "grid": "x".join(map(str, use.grid)), "regs": facts.registers, "spills": facts.spills,
+            "shared": entry.shared_bytes, "tmem": entry.tensor_memory_columns, "blocks/SM": fits.blocks,
+            "limit": fits.limit, "tensor core": facts.describe_tensor_core().split(" (")[0],
+            "loads": _widths(facts.loads), "stores": _widths(facts.stores), "TMA": facts.tma,
+            "read MB": use.read_bytes / 1e6, "write MB": use.write_bytes / 1e6, "GFLOP": use.flops / 1e9,
+            "floor us": floor, "bound by": "memory" if (traffic or 0) >= (arithmetic or 0) else "arithmetic",
+            "count": use.count,
+        }  # fmt: skip
+
+
+def _widths(counts: dict[int, int]) -> str:
+    """`16Bx4 4Bx1`: accesses by width in bytes."""
+    return " ".join(f"{width}Bx{count}" for width, count in sorted(counts.items(), reverse=True)) or "-"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "?"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
