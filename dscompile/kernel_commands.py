@@ -110,8 +110,12 @@ def build(
         for failure in failures:
             bundle.fail(failure)
         compiling = progress.add_task("compiling", total=len(work))
+        results = {}
         for job, result in compile_jobs(work, machine, jobs or os.cpu_count() or 1):
             progress.update(compiling, advance=1, description=f"compiling {job.template}")
+            results[job] = result
+        for job in work:  # not as they came, so that equal requests make equal bundles
+            result = results[job]
             if isinstance(result, Failure):
                 bundle.fail(result)
             else:

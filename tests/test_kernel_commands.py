@@ -1,0 +1,113 @@
+"""`dscompile build` and `dscompile inspect`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dscompile import kernel_commands
+from dscompile.cli import app
+from dscompile.kernel_commands import ModelError, sizes
+from dscompile.targets import get_target
+from dscompile.tuning.calls import Call, TensorSpec
+from dscompile.tuning.occupancy import occupancy
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "240", "TERM": "dumb"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def norm(rows: int, width: int) -> Call:
+    return Call("rms_norm", (TensorSpec((rows, width), (width, 1), torch.bfloat16), None, 1e-6, "fp32"), 3)
+
+
+@pytest.fixture
+def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the capture of a model: a call that has a kernel, and one that no template fits."""
+
+    def calls(config: Any, target: Any, role: Any, shapes: list[tuple[int, int]], tokens: int) -> Iterator[list[Call]]:
+        for batch, _ in shapes:
+            yield [norm(batch, 1024), norm(batch, 70000)]
+
+    monkeypatch.setattr(kernel_commands, "_calls", calls)
+
+
+def test_build_and_inspect(two_calls: None, tmp_path: Path) -> None:
+    said = run("build", "--model", "v41", "--target", "sm_100a", "--batch", "8,16", "-o", str(tmp_path / "b"))
+    assert "1 kernels for sm_100a" in said and "70000" in said and "allowed: 1 to 65536" in said
+    (row, other) = json.loads(run("inspect", str(tmp_path / "b"), "--json"))
+    assert (row["kernel"], row["op"], row["grid"], row["count"]) == ("rms_norm_kernel", "rms_norm", "8", 3)
+    assert other["grid"] == "16" and row["spills"] == 0 and row["loads"].startswith("16B")
+    assert row["bound by"] == "memory" and row["floor us"] == pytest.approx(2 * 8 * 1024 * 2 / 8e12 * 1e6, rel=1e-3)
+    assert row["blocks/SM"] >= 1 and row["limit"]
+    table = run("inspect", str(tmp_path / "b"))
+    assert "compiled only" in table and "modelled" in table and "rms_norm_kernel" in table
+
+
+def test_every_config_on_request(two_calls: None, tmp_path: Path) -> None:
+    run("build", "--model", "v41", "--target", "sm_100a", "-o", str(tmp_path / "b"), "--every-config", "--jobs", "1")
+    rows = json.loads(run("inspect", str(tmp_path / "b"), "--json"))
+    assert len(rows) == 5 and len({row["config"] for row in rows}) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "v5"], "'v5' is no file or folder; allowed: v41, v41-miniature"),
+        (["--target", "sm_99"], "unknown target 'sm_99'"),
+        (["--target", "cpu"], "'cpu' has no kernels to build; allowed: sm_90a, sm_100a, sm_103a"),
+        (["--batch", "8,x"], "size 'x' in '8,x'"),
+        (["--context", "0"], "size '0'"),
+    ],
+)
+def test_build_refuses_in_one_line(two_calls: None, tmp_path: Path, arguments: list[str], words: str) -> None:
+    given = {"--model": "v41", "--target": "sm_100a", "--output": str(tmp_path / "b")}
+    given |= dict([arguments])
+    said = run("build", *(part for pair in given.items() for part in pair), status=2)
+    assert words in said and len(said.strip().splitlines()) == 1
+
+
+def test_inspect_refuses_what_is_no_bundle(tmp_path: Path) -> None:
+    assert "make one with `dscompile build`" in run("inspect", str(tmp_path), status=2)
+
+
+def test_sizes() -> None:
+    assert sizes("8, 16,2k,1M") == [8, 16, 2048, 1 << 20]
+    for text in ("", "8,", "-1", "1.5k", "k"):
+        with pytest.raises(ModelError):
+            sizes(text)
+
+
+def test_occupancy() -> None:
+    """Worked by hand: registers in units of 256 a warp, a KiB of shared memory for each block."""
+    target = get_target("sm_103a")
+    assert occupancy(target, 4, 32, 0).limit == "warps" and occupancy(target, 4, 32, 0).blocks == 16
+    registers = occupancy(target, 8, 255, 0)
+    assert (registers.blocks, registers.limit, registers.share) == (1, "registers", 8 / 64)
+    shared = occupancy(target, 4, 32, 100 * 1024)
+    assert (shared.blocks, shared.limit) == (2, "shared memory")
+    assert occupancy(target, 1, 16, 0).limit == "blocks" and occupancy(target, 1, 16, 0).blocks == 32
+    assert occupancy(target, 4, 64, 0, 256).limit == "tensor memory"
+    with pytest.raises(ValueError, match="does not fit on sm_103a"):
+        occupancy(target, 16, 255, 0)
+    with pytest.raises(ValueError, match="'cpu'"):
+        occupancy(get_target("cpu"), 4, 32, 0)
+
+
+@pytest.mark.slow
+def test_every_call_of_a_whole_model_has_a_kernel(tmp_path: Path) -> None:
+    """Of V4.1's miniature, prefilling and decoding."""
+    for role, more in (("decode", []), ("prefill", ["--tokens", "24"])):
+        folder = tmp_path / role
+        run(
+            "build", "--model", "v41-miniature", "--target", "sm_103a", "--batch", "2", "--context", "64", "-o",
+            str(folder), "--role", role, *more,
+        )  # fmt: skip
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["failures"] == [] and len(manifest["kernels"]) > 10
