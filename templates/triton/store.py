@@ -149,8 +149,8 @@ def row_configs(sizes: Sizes, target: Target) -> Iterable[Config]:
 
     More rows a program than that make Triton move values between threads, where one row keeps them in place.
     """
-    warps = max(1, min(8, sizes["D"] // 1024))
-    least = max(1, 256 // triton.next_power_of_2(sizes["D"]))
+    width = triton.next_power_of_2(sizes["D"])
+    warps, least = max(1, min(8, width // 1024)), max(1, 256 // width)
     for factor in (1, 2, 4):
         yield config(warps, 1, N=least * factor)
     yield config(4 * warps, 1, N=4 * least)

@@ -175,7 +175,7 @@ def test_r03_damage_stays_where_it_is(name: str) -> None:
 # -- shapes, strides, bytes --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=250)
 @given(
     st.sampled_from(["none", *ROWS]), st.lists(st.integers(0, 3), max_size=3), st.integers(1, 5), st.integers(0, 2),
     st.sampled_from(DTYPES),
@@ -183,6 +183,8 @@ def test_r03_damage_stays_where_it_is(name: str) -> None:
 def test_any_shape(name: str, lead: list[int], groups: int, gap: int, dtype: torch.dtype) -> None:
     """Leading axes of any number and size, rows that are no power of two, and rows of a wider tensor."""
     dim = 7 * groups if name == "none" or FORMATS[name].is_plain else FORMATS[name].tail + groups * FORMATS[name].group
+    if name in QUANTISED and FORMATS[name].scale == "fp32":
+        lead = [max(size, 1) for size in lead]  # the reference cannot pack zero rows with one such scale each
     x = torch.randn(*lead, dim + gap).to(dtype)[..., gap:]
     check(name, x)
 

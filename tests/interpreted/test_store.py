@@ -133,6 +133,8 @@ def test_rounding_comes_after_the_norm_and_after_the_rotation() -> None:
 def test_any_shape(name: str, count: int, groups: int, dtype: torch.dtype, gaps: bool, data: st.DataObject) -> None:
     """Rows that are no power of two or odd, any part rotated, rows and angles of wider tensors, a wider pool."""
     plain = name == "none" or FORMATS[name].is_plain
+    if not plain and FORMATS[name].scale == "fp32":
+        count = max(count, 1)  # the reference cannot pack zero rows with one such scale each
     dim = data.draw(st.integers(1, 70)) if plain else FORMATS[name].tail + groups * FORMATS[name].group
     half = data.draw(st.integers(0, dim // 2))
     size = 2 if name in ("bf16", "fp16") else 4 if name == "fp32" else 1

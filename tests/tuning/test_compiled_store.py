@@ -64,6 +64,16 @@ def test_other_records(name: str, target: Target) -> None:
 
 @gpus
 @pytest.mark.slow
+@pytest.mark.parametrize(("dim", "aligned"), [(96, 1), (448, 2), (5120, 16)])
+def test_rows_that_are_no_power_of_two(dim: int, aligned: int, target: Target) -> None:
+    """Packed rows are stored as widely as they are aligned: 99, 462 or 5280 bytes apart."""
+    for name, widest in (("fp8_g32_ue8m0", aligned), ("none", 16)):
+        ((_, facts),) = compiled(FUSED, arguments(name, 8, dim), target).values()
+        assert 16 in facts.loads and max(facts.stores) == widest
+
+
+@gpus
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 4])
 def test_more_rows_a_program(rows: int, target: Target) -> None:
     for name in ("fp8_g32_ue8m0", "fp4_g32_ue8m0"):
