@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dscompile.targets import Target
 from dscompile.templates.triton import row_layout
-from dscompile.templates.triton.device.rotation import rotate_tail
+from dscompile.templates.triton.device.rotation import load_angles, rotate_tail
 from dscompile.templates.triton.launching import launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 from dscompile.templates.triton.store import check
@@ -42,11 +42,10 @@ def rope_kernel(
     given = tl.load(x + _place(outer, middle, inner, x_outer, x_middle, x_inner) + column, mask=inside, other=0.0)
     values = given.to(tl.float32)
     if R > 0:
-        values = rotate_tail(
-            values, cos + _place(outer, middle, inner, cos_outer, cos_middle, cos_inner),
-            sin + _place(outer, middle, inner, sin_outer, sin_middle, sin_inner), live, N, BLOCK, SHIFT + D - R, R,
-            INVERSE,
-        )  # fmt: skip
+        FIRST: tl.constexpr = SHIFT + D - R
+        c = load_angles(cos + _place(outer, middle, inner, cos_outer, cos_middle, cos_inner), live, BLOCK, FIRST, R)
+        s = load_angles(sin + _place(outer, middle, inner, sin_outer, sin_middle, sin_inner), live, BLOCK, FIRST, R)
+        values = rotate_tail(values, c, s, N, BLOCK, FIRST, R, INVERSE)
     tl.store(out + row * D + column, values.to(out.dtype.element_ty), mask=inside)
 
 

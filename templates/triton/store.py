@@ -13,7 +13,7 @@ from dscompile.ops.checks import Check
 from dscompile.ops.layout import row_dtype, row_width
 from dscompile.targets import Target
 from dscompile.templates.triton import row_layout
-from dscompile.templates.triton.device.rotation import rotate_tail
+from dscompile.templates.triton.device.rotation import load_angles, rotate_tail
 from dscompile.templates.triton.device.rows import encode, write_rows
 from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
@@ -39,18 +39,23 @@ def make_rows_kernel(
     live = row < count
     column = tl.arange(0, BLOCK)[None, :] - SHIFT
     inside = (column >= 0) & (column < D)
-    given = tl.load(x + row * x_stride + column, mask=live & inside, other=0.0)
-    values = given.to(tl.float32)
+    # Everything is asked for before anything is waited for.
     if pool is not None:
         slot = tl.load(slots + row, mask=live, other=-1)
         write = (slot >= 0) & (slot < capacity)
+    if R > 0:
+        FIRST: tl.constexpr = SHIFT + D - R
+        c = load_angles(cos + row * cos_stride, live, BLOCK, FIRST, R)
+        s = load_angles(sin + row * sin_stride, live, BLOCK, FIRST, R)
     if weight is not None:
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(x + row * x_stride + column, mask=live & inside, other=0.0)
+    values = given.to(tl.float32)
+    if weight is not None:
         scale = tl.rsqrt(tl.sum(values * values, 1) / D + eps)
         values = (factor * (values * tl.expand_dims(scale, 1))).to(given.dtype).to(tl.float32)
     if R > 0:
-        values = rotate_tail(values, cos + row * cos_stride, sin + row * sin_stride, live, N, BLOCK, SHIFT + D - R, R)
-        values = values.to(given.dtype).to(tl.float32)
+        values = rotate_tail(values, c, s, N, BLOCK, FIRST, R).to(given.dtype).to(tl.float32)
     if PAYLOAD == "plain":
         plain = values.to(rows.dtype.element_ty)
         tl.store(rows + row * ROW + column, plain, mask=live & inside)
