@@ -45,7 +45,10 @@ def of(found: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "setting",
-    ["batch 1", "batch 3", "bfloat16", "autocast", pytest.param("everything symbolic", marks=pytest.mark.slow)],
+    [
+        "batch 1", "batch 3", "bfloat16", "all bfloat16", "autocast",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("all float16", "everything symbolic")),
+    ],
 )
 def test_counts_do_not_depend_on_the_setting(dsv4: Callable[..., Any], setting: str) -> None:
     """And strict mode, which raises for anything that is missing, has nothing to say."""
@@ -56,11 +59,13 @@ def test_counts_do_not_depend_on_the_setting(dsv4: Callable[..., Any], setting: 
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and not any(part in name for part in (*kept, "inv_freq")):
                 tensor.data = tensor.data.to(torch.bfloat16)
+    if setting.startswith("all "):  # also what `from_pretrained` keeps in float32
+        model.to(getattr(torch, setting.removeprefix("all ")))
     compiled = dsv4(model, dynamic=True if setting == "everything symbolic" else None, strict=True)
     autocast = torch.autocast("cpu", torch.bfloat16) if setting == "autocast" else contextlib.nullcontext()
     with autocast:
         got, want = compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
-    half = setting in ("bfloat16", "autocast")
+    half = setting.endswith("16") or setting == "autocast"
     assert (got - want).norm() / want.norm() < (0.1 if half else 1e-5)
     assert of(compiled.counts) == ALL
 
@@ -86,25 +91,42 @@ def test_numbers_that_a_module_holds_stay_numbers_under_dynamic_shapes(dsv4: Cal
         assert compiled.counts == {"norm": 1} and len(compiled.report.graphs) == graphs
 
 
-# -- spellings that are not known --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("spelling", ["sigmoid", "bounded sum"])
+def test_other_routers_are_recognised(dsv4: Callable[..., Any], spelling: str) -> None:
+    """By the configuration; or with weights that are divided by something else, which then stays as it is."""
+    model = tiny(
+        num_hidden_layers=2, layer_types=["sliding_attention"] * 2, mlp_layer_types=["hash_moe", "moe"],
+        hc_sinkhorn_iters=1, scoring_func="sigmoid" if spelling == "sigmoid" else "sqrtsoftplus",
+    )  # fmt: skip
+    model.set_experts_implementation("grouped_mm")
+    if spelling == "bounded sum":
+        gate = model.model.layers[1].mlp.gate
+        gate.forward = types.MethodType(bounded_sum, gate)
+    compiled = dsv4(model, strict=True)
+    torch.testing.assert_close(
+        compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits, rtol=0, atol=1e-4
+    )
+    assert compiled.counts["router"] == 2 and not compiled.report.graphs[0].gaps
 
 
-def other_scores(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A router whose score function is another: nothing of the usual one is left in the graph."""
-    logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    scores = logits.sigmoid()
-    indices = torch.topk(scores + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(1, indices)
-    return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, indices
-
-
-def other_normaliser(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The usual scores, but the sum is bounded from below instead of shifted."""
+def bounded_sum(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     scores = F.softplus(logits).sqrt()
     indices = torch.topk(scores + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False).indices
     weights = scores.gather(1, indices)
     return logits, weights / weights.sum(-1, keepdim=True).clamp(min=1e-9) * self.routed_scaling_factor, indices
+
+
+# -- spellings that are not known --------------------------------------------------------------------------------------
+
+
+def other_scores(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A router whose score function is one that the operation does not have."""
+    logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores = logits.tanh()
+    indices = torch.topk(scores + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, indices)
+    return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, indices
 
 
 def other_activation(self: Any, gate_up: Tensor) -> Tensor:
@@ -139,7 +161,6 @@ class Change:
 
 CHANGES = {
     "scores": Change("router", "DeepseekV4TopKRouter", "forward", other_scores),
-    "normaliser": Change("router", "DeepseekV4TopKRouter", "forward", other_normaliser),
     "activation": Change("experts", "DeepseekV4Experts", "_apply_gate", other_activation),
     "index scores": Change("indexer", "DeepseekV4IndexerScorer", "forward", other_index_scores),
     "output": Change("output", "DeepseekV4GroupedLinear", "forward", other_output),
@@ -179,7 +200,7 @@ def test_what_is_not_recognised_is_right_and_said(dsv4: Callable[..., Any], name
 
 @pytest.mark.parametrize("name", ["scores", "index scores"])
 def test_strict_raises_and_names_what_is_missing(dsv4: Callable[..., Any], name: str) -> None:
-    """Whether nothing resembles it any more (the router) or something still does (the indexer)."""
+    """With the part that is missing, or the place that resembles it."""
     family = CHANGES[name].family
     with pytest.raises(Exception, match=rf"(no {family} recognised|{family}/)") as caught:
         dsv4(changed_model(name)[0], strict=True)(IDS, use_cache=False)

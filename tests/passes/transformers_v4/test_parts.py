@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 import dscompile.ops  # noqa: F401 - registers the vocabulary
-from dscompile.passes.dialects.common import norm, sinkhorn
-from dscompile.passes.dialects.transformers_v4 import compressor, experts, indexer, mhc, output, router, store
+from dscompile.passes.dialects.common import norm, router, sinkhorn
+from dscompile.passes.dialects.transformers_v4 import compressor, experts, indexer, mhc, output, store
 from dscompile.passes.engine import Normalise, PatternPass, Pipeline
 from dscompile.passes.engine.testing import functional_graph, run_flat
 from tests.support.v4 import tiny_config
@@ -27,7 +27,7 @@ def rewrite(fn: Callable[..., Any], *inputs: Tensor, patterns: tuple) -> tuple[d
     gm = functional_graph(fn, *inputs)
     before = run_flat(gm)
     steps = (Normalise(), PatternPass("norm", norm.PATTERNS), PatternPass("sinkhorn", sinkhorn.PATTERNS),
-             PatternPass("part", patterns))  # fmt: skip
+             *mhc.PASSES, *router.PASSES, PatternPass("part", patterns))  # fmt: skip
     results = Pipeline(steps).run(gm)
     after = run_flat(gm)
     counts: dict[str, int] = {}
