@@ -22,6 +22,7 @@ from dscompile.ops import NAMESPACE, OPS
 from dscompile.targets import Target
 from dscompile.templates.triton.launching import interpreting
 from dscompile.templates.triton.record import Config, TritonTemplate
+from dscompile.tuning.selection import dtypes_of, select
 
 TRITON_NAMESPACE = "dsv4_triton"
 
@@ -92,10 +93,10 @@ def _kernel(template: TritonTemplate, target: Target) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         _check_device(template, target, args)
         full = (*args, *(a.default_value for a in arguments[len(args) :]))
-        sizes = spec.sizes(*full)
-        key = tuple(sizes.values())
+        sizes, dtypes = spec.sizes(*full), dtypes_of(full)
+        key = (dtypes, *sizes.values())
         if key not in known:
-            known[key] = first_config(template, sizes, target)
+            known[key] = config_for(template, sizes, dtypes, target)
         config = known[key]
         if config is None:
             return spec.reference(*full)
@@ -104,19 +105,18 @@ def _kernel(template: TritonTemplate, target: Target) -> Callable[..., Any]:
     return run
 
 
-def first_config(template: TritonTemplate, sizes: dict[str, Any], target: Target) -> Config | None:
-    """The config to run without any measurement, or None, with a warning, if none can be used for these sizes."""
-    space = template.space(sizes, target)
-    if space:
-        return space[0]
-    shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
-    reasons = {template.check(config, sizes, target) for config in template.configs(sizes, target)}
-    warnings.warn(
-        f"{template.name} has no config for {shown} on {target.name} ({'; '.join(sorted(filter(None, reasons)))}): "
-        "the plain reference runs instead",
-        stacklevel=3,
-    )
-    return None
+def config_for(template: TritonTemplate, sizes: dict[str, Any], dtypes: str, target: Target) -> Config | None:
+    """The config to run, from the tuning databases or the template's first; None, with a warning, if there is none."""
+    config, _ = select(template, sizes, dtypes, target)
+    if config is None:
+        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        reasons = {template.check(config, sizes, target) for config in template.configs(sizes, target)}
+        warnings.warn(
+            f"{template.name} has no config for {shown} on {target.name} ({'; '.join(sorted(filter(None, reasons)))}): "
+            "the plain reference runs instead",
+            stacklevel=3,
+        )
+    return config
 
 
 def _check_device(template: TritonTemplate, target: Target, args: tuple[Any, ...]) -> None:

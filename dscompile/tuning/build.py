@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
+import torch
+
 from dscompile.lowering.template import choose, triton_templates
 from dscompile.ops import NAMESPACE
 from dscompile.targets import Target, get_target
+from dscompile.templates.triton.launching import Launch
 from dscompile.templates.triton.record import Config, TritonTemplate
 from dscompile.tuning.calls import Call
 from dscompile.tuning.disassembly import Facts, read
-from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, compile_launch, launches_of
+from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, compile_launch, traced
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel of a job. grid: of its launch."""
+    """A kernel of a job. grid: of its launch.
+
+    main: it is the one (of the job's kernels) that takes most bytes of the op's own arguments. scratch_bytes: of the
+    tensors it takes that are neither argument nor result of the op, so that one kernel writes and another reads them.
+    """
 
     job: Job
     kernel: CompiledKernel
     facts: Facts
     grid: tuple[int, ...]
+    main: bool = True
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,30 @@ def first_only(call: Call, template: TritonTemplate, space: list[Config]) -> lis
 def compile_job(job: Job, target: Target) -> list[Built]:
     """Every kernel that a job launches. Raises OfflineCompileError and ToolError."""
     template = template_named(job.call.op, job.template)
-    launches = launches_of(template, job.call.meta_args(), job.config, target)
+    args = job.call.meta_args()
+    launches, results = traced(template, args, job.config, target)
+    own = {_storage(value) for value in (*args, *results) if isinstance(value, torch.Tensor)}
+    taken = [_bytes(launch, own, True) for launch in launches]
     built = []
-    for launch in launches:
+    for launch, size in zip(launches, taken):
         kernel = compile_launch(launch, target)
-        built.append(Built(job, kernel, read(kernel.cubin), launch.grid))
+        scratch = _bytes(launch, own, False)
+        built.append(Built(job, kernel, read(kernel.cubin), launch.grid, size == max(taken), scratch))
     return built
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(launch: Launch, own: set[int], inside: bool) -> int:
+    """Bytes of the tensors that a launch takes and whose memory is (or is not) in `own`, each once."""
+    found = {
+        _storage(value): value.untyped_storage().nbytes()
+        for value in launch.arguments.values()
+        if isinstance(value, torch.Tensor) and (_storage(value) in own) is inside
+    }
+    return sum(found.values())
 
 
 def compile_jobs(jobs: list[Job], target: Target, processes: int) -> Iterator[tuple[Job, list[Built] | Failure]]:

@@ -60,11 +60,18 @@ class CompiledKernel:
         return int(self.metadata["num_warps"])
 
 
+def traced(
+    template: TritonTemplate, args: tuple[Any, ...], config: Config, target: Target
+) -> tuple[list[Launch], tuple[Any, ...]]:
+    """The kernels that a call of the template would start, and its results. args: the op's, with meta tensors."""
+    with record_launches() as launches:
+        result = template.fn(*args, config=config, target=target)
+    return launches, result if isinstance(result, tuple) else (result,)
+
+
 def launches_of(template: TritonTemplate, args: tuple[Any, ...], config: Config, target: Target) -> list[Launch]:
     """The kernels that a call of the template would start. args: those of the op, with meta tensors."""
-    with record_launches() as launches:
-        template.fn(*args, config=config, target=target)
-    return launches
+    return traced(template, args, config, target)[0]
 
 
 def compile_launch(launch: Launch, target: Target) -> CompiledKernel:

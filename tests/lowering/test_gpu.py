@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dscompile
-from dscompile.lowering.gpu import WrongDeviceError, first_config
+from dscompile.lowering.gpu import WrongDeviceError, config_for
 from dscompile.targets import get_target
 from dscompile.templates.triton.record import TritonTemplate, config
 
@@ -30,4 +30,4 @@ def test_sizes_that_no_config_serves_are_said_once_and_named() -> None:
         check=lambda config, sizes, target: f"{config.num_warps} warps are too few",
     )  # fmt: skip
     with pytest.warns(UserWarning, match=r"nothing has no config for N=2, D=8 on sm_90a \(4 warps are too few; 8 "):
-        assert first_config(template, {"N": 2, "D": 8}, get_target("sm_90a")) is None
+        assert config_for(template, {"N": 2, "D": 8}, "float32,-", get_target("sm_90a")) is None
