@@ -6,8 +6,9 @@ Scores of every query with every key, a mask added, softmax: nothing in that say
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,20 @@ from dscompile.passes.engine.optable import CAST, COPIES, PERMUTE, RESHAPE
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 
 
-def _search(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+def _search(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float, shifted: bool) -> Tensor:
     """q [b, h, t, D], kv [b, 1, s, D], mask [b, 1, t, s], sink [h]; every head gets its copy of the keys."""
     batch, heads, _, width = q.shape
     rows = kv[:, :, None].expand(batch, 1, heads, kv.shape[2], width).reshape(batch, heads, kv.shape[2], width)
-    return _attend(q, rows, mask, sink, scale)
+    return _attend(q, rows, mask, sink, scale, shifted)
 
 
-def _attend(q: Tensor, rows: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, rows: Tensor, mask: Tensor, sink: Tensor, scale: float, shifted: bool) -> Tensor:
+    """`shifted`: the largest score is subtracted in front of the softmax, which subtracts it anyway."""
     batch, _, tokens, _ = q.shape
     scores = torch.matmul(q, rows.transpose(2, 3)) * scale + mask
     scores = torch.cat((scores, sink.reshape(1, -1, 1, 1).expand(batch, -1, tokens, -1)), -1)
-    scores = scores - scores.max(-1, keepdim=True).values
+    if shifted:
+        scores = scores - scores.max(-1, keepdim=True).values
     p = F.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
     return torch.matmul(p.to(rows.dtype), rows)
 
@@ -237,23 +240,23 @@ def _erase_between(last: Node, out: Node) -> None:
         last = source  # type: ignore[assignment]
 
 
-def _pattern(name: str, search: Callable[..., Tensor], heads: str) -> Pattern:
+def _one_head(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float, shifted: bool) -> Tensor:
+    return _attend(q, kv, mask, sink, scale, shifted)
+
+
+def _pattern(one_head: bool, shifted: bool) -> Pattern:
+    heads = "1" if one_head else "h"
     return Pattern(
-        name=name, family="attention", dialect="transformers_v4", search=search, replace=Structural(_replace),
+        name="attention.masked" + ("" if shifted else ".unshifted") + (".one_head" if one_head else ""),
+        family="attention", dialect="transformers_v4", replace=Structural(_replace),
+        search=partial(_one_head if one_head else _search, shifted=shifted),
         inputs={"q": f"act[b {heads} t D]", "kv": "act[b 1 s D]", "mask": "m[b 1 t s]", "sink": f"w[{heads}]"},
         dtypes={"m": ("act", torch.float32)},  # wider than the scores under autocast
-        scalars={"scale": 0.12345}, key=aten.amax.default,
+        scalars={"scale": 0.12345}, key=aten.amax.default if shifted else aten._softmax.default,
     )  # fmt: skip
 
 
-def _one_head(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
-    return _attend(q, kv, mask, sink, scale)
-
-
-PATTERNS = (
-    _pattern("attention.masked", _search, "h"),
-    _pattern("attention.masked.one_head", _one_head, "1"),
-)
+PATTERNS = tuple(_pattern(one_head, shifted) for shifted, one_head in itertools.product((True, False), (False, True)))
 
 #: In this order, in front of the patterns.
 PASSES = (TokensFirst(), RebuildMasks())

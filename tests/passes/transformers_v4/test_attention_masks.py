@@ -33,6 +33,14 @@ def attend(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
     return torch.matmul(p, rows).transpose(1, 2).contiguous()
 
 
+def attend_unshifted(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """The same, as gpt-oss is often copied: no largest score is subtracted in front of the softmax."""
+    rows = kv.repeat_interleave(q.shape[1], 1)
+    scores = q @ rows.transpose(2, 3) * D**-0.5 + mask
+    scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(B, -1, q.shape[2], 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ rows).transpose(1, 2)
+
+
 def window(q: Tensor, k: Tensor, low: float = LOW) -> Tensor:
     """The mask of query positions q [T] and key positions k [S]."""
     q, k = q.view(1, 1, -1, 1), k.view(1, 1, 1, -1)
@@ -96,10 +104,11 @@ PROVEN: dict[str, Callable[..., Tensor]] = {
         q, torch.cat([kv, kv[:, :, :C] * 2], 2), F.pad(window(torch.arange(3, 3 + T), torch.arange(S)), (0, C)), s
     ),
     "selection": lambda q, kv, s: joined(q, kv, s, chosen(best(kv[:, 0, :T, :C]))),
+    "unshifted": lambda q, kv, s: attend_unshifted(q, kv, window(torch.arange(3, 3 + T), torch.arange(S)), s),
 }
 
 
-@pytest.mark.parametrize(("case", "heads"), [*((c, H) for c in PROVEN), ("prompt", 1), ("selection", 1)])
+@pytest.mark.parametrize(("case", "heads"), [*((c, H) for c in PROVEN), ("prompt", 1), ("selection", 1), ("unshifted", 1)])
 def test_proven_masks_become_sparse(case: str, heads: int) -> None:
     found, misses, difference = run(PROVEN[case], *tensors(heads=heads))
     assert len(found) == 1 and misses == []
@@ -130,6 +139,16 @@ def test_a_query_that_sees_nothing() -> None:
     assert len(found) == 1 and difference == 0
 
 
+def test_attention_without_a_sink_resembles_nothing() -> None:
+    """Everybody's attention: no near miss."""
+
+    def ordinary(q: Tensor, kv: Tensor, sink: Tensor) -> Tensor:
+        rows = kv.expand(B, H, S, D)
+        return (q @ rows.transpose(2, 3) * D**-0.5 + window(torch.arange(T), torch.arange(S))).softmax(-1) @ rows
+
+    assert run(ordinary, *tensors()) == ([], [], 0)
+
+
 #: What to run, its inputs besides q, kv and sink, and a part of the reason.
 Refused = tuple[Callable[..., Tensor], tuple[Tensor, ...], str]
 
@@ -154,6 +173,8 @@ REFUSED: dict[str, Refused] = {
     "positions from outside": (
         lambda q, kv, s, p: plain(q, kv, s, window(p, torch.arange(S))), (torch.arange(T),), "not proven to be about"),
     "padding": (padded, (torch.ones(B, S, dtype=torch.bool),), "not proven to be about positions"),
+    "a mask from outside, unshifted": (
+        lambda q, kv, s, m: attend_unshifted(q, kv, m, s), (torch.zeros(B, 1, T, S),), "placeholder"),
     "no window": (unbounded, (), "1 conditions on positions, expected 2"),
     "one subtraction": (
         lambda q, kv, s: plain(q, kv, s, distances(torch.arange(T), torch.arange(S))), (), "does not compare"),
