@@ -74,7 +74,7 @@ _INPUTS = {
 _SCALARS = {"mix_eps": 1.3579e-7, "hc_eps": 2.4681e-5, "iters": 113}
 
 #: What leads to comb is a third of it all; a Sinkhorn chain hardly stands anywhere else.
-_SHARE = 0.2
+_SHARE = 0.1
 
 HC_PRE_NORM = Pattern(
     name="hc_pre.norm_first.with_norm", family="mhc", dialect="transformers_v4", search=_pre_norm,

@@ -83,6 +83,49 @@ def test_hyper_head(dtype: torch.dtype) -> None:
     assert counts == {"hc_head": 1} and not misses and difference < tolerance(dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("narrow", [("base",), ("scale",), ("fn", "base", "scale")])
+def test_parameters_in_a_narrow_dtype(narrow: tuple[str, ...], dtype: torch.dtype) -> None:
+    """`model.to(dtype)`: promotion widens them in the model, a cast in front of the operation; the same bits."""
+    module = randomised(hf.DeepseekV4HyperConnection(tiny_config(hc_sinkhorn_iters=4)))
+    for name in narrow:
+        getattr(module, name).data = getattr(module, name).to(dtype)
+    counts, misses, difference = rewrite(module, torch.randn(2, 3, 2, 64).to(dtype), patterns=mhc.PATTERNS)
+    assert counts == {"hc_pre": 1} and not misses and difference < tolerance(dtype)
+
+
+def narrow_product(module: Any, flat: Tensor) -> tuple[Tensor, ...]:
+    """The mixes come out of a product in bfloat16, which is other mathematics than one in float32."""
+    return F.linear(flat, module.fn.bfloat16()).split([2, 2, 4], -1)
+
+
+def tanh_gate(module: Any, flat: Tensor) -> tuple[Tensor, ...]:
+    return F.linear(flat, module.fn).tanh().split([2, 2, 4], -1)
+
+
+@pytest.mark.parametrize(("mixes", "dtype", "reason"), [
+    (narrow_product, torch.bfloat16, "found aten._to_copy"), (tanh_gate, torch.float32, "found aten.tanh"),
+])  # fmt: skip
+def test_a_hyper_connection_by_another_product_stays(
+    mixes: Callable[..., Any], dtype: torch.dtype, reason: str
+) -> None:
+    """The near miss is that of the hyper-connection, not of the last collapse, which begins like it."""
+    module = randomised(hf.DeepseekV4HyperConnection(tiny_config(hc_sinkhorn_iters=2)))
+
+    def other(streams: Tensor) -> tuple[Tensor, ...]:
+        pre, post, comb = mixes(module, module.input_norm(streams.flatten(2)))
+        bases, scales = module.base.split([2, 2, 4]), module.scale.unbind(0)
+        comb = (comb.view(2, 3, 2, 2) * scales[2] + bases[2].view(2, 2)).softmax(-1) + 1e-6
+        comb = comb / (comb.sum(-2, keepdim=True) + 1e-6)
+        pre = torch.sigmoid(pre * scales[0] + bases[0]) + 1e-6
+        post = 2 * torch.sigmoid(post * scales[1] + bases[1])
+        return post, comb, (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
+
+    counts, misses, difference = rewrite(other, torch.randn(2, 3, 2, 64).to(dtype), patterns=mhc.PATTERNS)
+    assert "hc_pre" not in counts and difference < tolerance(dtype)
+    assert misses == [m for m in misses if reason in m] and len(misses) == 1, misses
+
+
 def test_another_hyper_connection_stays() -> None:
     """Streams mixed from another tensor than the one that is collapsed are another formula."""
     config = tiny_config()
