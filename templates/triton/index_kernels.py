@@ -10,10 +10,10 @@ from dscompile.templates.triton.device.topk import NOTHING, add_best, best_kept,
 @triton.jit
 def index_scores_kernel(
     q, keys, head_weights, n_visible, candidates, buffer, counts, out, maxima,
-    q_b, q_t, keys_b, keys_r, T, S, K, scale,
+    q_b, q_t, keys_b, keys_r, T, S, K, scale, UNIT: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, NEWEST: tl.constexpr, SHORT: tl.constexpr,
+    DTYPE: tl.constexpr, NEWEST: tl.constexpr, SHORT: tl.constexpr, ASM: tl.constexpr,
     PAYLOAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """TOKENS neighbouring queries against one of SPLITS parts of the rows that they see.
@@ -53,7 +53,7 @@ def index_scores_kernel(
     place = (query * SPLITS + split) * CAPACITY
     count = tl.zeros((TOKENS,), tl.int32)
     bar = tl.full((TOKENS,), NOTHING, tl.int64)
-    base = keys + batch * keys_b
+    base = keys + batch * keys_b * UNIT
     index = begin * BLOCK_N + slot
     if candidates is not None:
         marks = query[:, None] * S + slot[None, :]
@@ -63,7 +63,7 @@ def index_scores_kernel(
         wanted = index[None, :] < visible[:, None]
         needed = index < end
     payload, scales, tail = load_keys(
-        base, index.to(tl.int64) * keys_r, needed, D, BLOCK_D, PAYLOAD, GROUP, SCALE, TAIL
+        base, index.to(tl.int64) * keys_r * UNIT, needed, D, BLOCK_D, PAYLOAD, GROUP, SCALE, TAIL
     )
     for block in range(begin, stop):
         # The rows of the next block are on their way while these are computed with.
@@ -75,9 +75,10 @@ def index_scores_kernel(
             coming = tl.max(next_wanted.to(tl.int32), 0) > 0
         else:
             next_wanted = index[None, :] < visible[:, None]
-        next_payload, next_scales, next_tail = load_keys(base, index.to(tl.int64) * keys_r, coming, D, BLOCK_D, PAYLOAD,
-                                                         GROUP, SCALE, TAIL)  # fmt: skip
-        rows = key_values(payload, scales, tail, D, BLOCK_D, PAYLOAD, GROUP, SCALE, TAIL, KIND)
+        next_payload, next_scales, next_tail = load_keys(
+            base, index.to(tl.int64) * keys_r * UNIT, coming, D, BLOCK_D, PAYLOAD, GROUP, SCALE, TAIL
+        )
+        rows = key_values(payload, scales, tail, D, BLOCK_D, PAYLOAD, GROUP, SCALE, TAIL, KIND, ASM)
         products = tl.dot(rows, queries, input_precision="ieee")
         parts = tl.where(products < 0, 0.0, products) * scale * weight[None, :]
         if H != BLOCK_H:
@@ -120,33 +121,36 @@ def index_scores_kernel(
 
 @triton.jit
 def index_merge_kernel(
-    buffer, counts, n_visible, out, S, K,
-    SPLITS: tl.constexpr, CAPACITY: tl.constexpr, EACH: tl.constexpr, ALL: tl.constexpr, NEWEST: tl.constexpr,
-    SHORT: tl.constexpr, ENTRIES: tl.constexpr,
+    lists, counts, n_visible, out, number, S, K,
+    STRIDE: tl.constexpr, EACH: tl.constexpr, FAN: tl.constexpr, NEWEST: tl.constexpr, SHORT: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One query: the K best of what SPLITS programs chose, at most EACH a program, into a row of `out`.
+    """One query: the K best of FAN of its `number` lists of entries, STRIDE apart, at most EACH in a list.
 
-    As indices, rising, -1 behind them; with ENTRIES as entries, NOTHING behind them. ALL >= SPLITS * EACH.
+    counts [B * T, number]: entries of every list; None if all have K, absent ones NOTHING. With ENTRIES a row of K
+    entries goes to out [B * T, number / FAN, K], NOTHING behind them, else K indices, rising, -1 behind them.
     """
     query = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, ALL)
-    split, at = slot // EACH, slot % EACH
-    number = tl.load(counts + query * SPLITS + split, mask=split < SPLITS, other=0)
-    entries = tl.load(buffer + (query * SPLITS + split) * CAPACITY + at, mask=at < number, other=NOTHING)
-    entries = entries[None, :]
+    slot = tl.arange(0, FAN * EACH)
+    one, at = tl.program_id(1) * FAN + slot // EACH, slot % EACH
+    held = tl.full((FAN * EACH,), K, tl.int32)
+    if counts is not None:
+        held = tl.load(counts + query * number + one, mask=one < number, other=0)
+    mask = (one < number) & (at < held)
+    entries = tl.load(lists + (query * number + one) * STRIDE + at, mask=mask, other=NOTHING)[None, :]
     keep = (entries >= kth_best(entries, K)[:, None]) & (entries != NOTHING)
     found = tl.sum(keep.to(tl.int32))
     result = entries if ENTRIES else index_of(entries, NEWEST)
-    target = out + query * K
+    target = out + (query * tl.num_programs(1) + tl.program_id(1)) * K
     rest = slot[None, :]
-    if SHORT:
+    if SHORT and not ENTRIES:
         visible = tl.load(n_visible + query).to(tl.int64)
         if visible <= K:
             found = tl.maximum(tl.minimum(visible, S), 0).to(tl.int32)
             keep = rest < found
             result = rest.to(tl.int64)
     tl.store(target + places(keep), result, mask=keep)
-    nothing = tl.full((1, ALL), NOTHING if ENTRIES else -1, tl.int64)
+    nothing = tl.full((1, FAN * EACH), NOTHING if ENTRIES else -1, tl.int64)
     tl.store(target + rest, nothing, mask=(rest >= found) & (rest < K))
 
 
@@ -195,12 +199,11 @@ def index_candidates_kernel(
     if TILES == 1:
         worst = tl.max(kth_best(block_entries(maxima, query, slot, width, last, NEWEST)[None, :], KEEP), 0)
     else:
-        there, low, high = 0, tl.full((), 2**63 - 1, tl.int64), tl.full((), NOTHING, tl.int64)
+        there, low, high = 0, tl.full((), -(2**63) + 1, tl.int64), tl.full((), NOTHING, tl.int64)
         for tile in range(TILES):
             entries = block_entries(maxima, query, tile * TILE + slot, width, last, NEWEST)
             there += tl.sum((entries != NOTHING).to(tl.int32))
             high = tl.maximum(high, tl.max(entries, 0))
-            low = tl.minimum(low, tl.min(tl.where(entries == NOTHING, 2**63 - 1, entries), 0))
         high = tl.where(there <= KEEP, low, high)
         while low < high:
             middle = (low | high) - ((low ^ high) >> 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,12 +18,13 @@ from dscompile.templates.triton.index_kernels import (
     index_order_kernel,
     index_scores_kernel,
 )
-from dscompile.templates.triton.launching import launch
+from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
 LARGEST_K = 2048
-LARGEST_MERGE = 16384
-"""Entries of several programs that one program can hold."""
+LARGEST_MERGE = 8192
+"""Entries that a program holds when it merges lists; more are merged in turns."""
+LARGEST_SPLIT = 256
 LARGEST_HEAD = 512
 HELD_BLOCKS = 16384
 MASK_ROWS = 8192
@@ -60,24 +62,36 @@ def _scored(
     direct = splits == 1 and ascending
     buffer = q.new_empty((batch * tokens, splits, 2 * each), dtype=torch.int64)
     counts = None if direct else q.new_empty((batch * tokens, splits), dtype=torch.int32)
+    # Rows of 68 bytes: what both strides are multiples of decides how many bytes a load takes.
+    strides = stored.data.stride()[:2]
+    unit = math.gcd(16, *strides)
     # Queries behind the last of a tile have a place of their own: their stores are masked, their counts are 0.
     launch(
         index_scores_kernel, (batch * -(-tokens // together), splits),
-        q, stored.data, head_weights, n_visible, candidates, buffer, counts, out if direct else None, maxima,
-        *q.stride()[:2], *stored.data.stride()[:2], tokens, rows, best, scale,
-        config=config, H=heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_H=block_h, TOKENS=together,
-        BLOCK_N=block_n, SPLITS=splits, CAPACITY=2 * each, BLOCK_SIZE=block_size,
-        DTYPE=_kind(q.dtype, stored.data.dtype, key_format), NEWEST=int(newest), SHORT=short, **stored.constants(""),
+        q, stored.data, head_weights, n_visible, candidates, buffer, counts, out if direct else None,
+        maxima, *q.stride()[:2], *(stride // unit for stride in strides), tokens, rows, best, scale,
+        config=config, UNIT=unit, H=heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_H=block_h, TOKENS=together, BLOCK_N=block_n, SPLITS=splits, CAPACITY=2 * each, BLOCK_SIZE=block_size,
+        DTYPE=_kind(q.dtype, stored.data.dtype, key_format), NEWEST=int(newest), SHORT=short,
+        ASM=int(not interpreting()), **stored.constants(""),
     )  # fmt: skip
     if direct:
         return out, maxima
-    merged = out if ascending else q.new_empty((batch * tokens, best), dtype=torch.int64)
-    everything = triton.next_power_of_2(splits * each)
-    launch(
-        index_merge_kernel, (batch * tokens,), buffer, counts, n_visible, merged, rows, best,
-        config=Config(min(16, max(4, everything // 1024)), 1), SPLITS=splits, CAPACITY=2 * each, EACH=each,
-        ALL=everything, NEWEST=int(newest), SHORT=short, ENTRIES=int(not ascending),
-    )  # fmt: skip
+    lists, number, stride = buffer, splits, 2 * each
+    fan = max(2, LARGEST_MERGE // each)
+    while True:
+        groups = -(-number // fan)
+        last = groups == 1
+        merged = out if last and ascending else q.new_empty((batch * tokens, groups, best), dtype=torch.int64)
+        taken = min(fan, triton.next_power_of_2(number))
+        launch(
+            index_merge_kernel, (batch * tokens, groups), lists, counts, n_visible, merged, number, rows, best,
+            config=Config(min(8, max(4, taken * each // 1024)), 1), STRIDE=stride, EACH=each, FAN=taken,
+            NEWEST=int(newest), SHORT=short, ENTRIES=int(not (last and ascending)),
+        )  # fmt: skip
+        if last:
+            break
+        lists, counts, number, stride = merged, None, groups, best
     if not ascending:
         block_k = min(64, triton.next_power_of_2(best))
         launch(
@@ -128,12 +142,11 @@ def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
     """The split that fills the machine first, then twice and half of it; several tokens of a prompt share decoding."""
     processors = int(target.sm_count.value or 1)
     tokens = [1] if sizes["T"] == 1 else [2, 1, 4]
-    tiles = [config(4, 1, TOKENS=n, BLOCK_N=rows) for rows in (128, 64) for n in tokens]
+    tiles = [config(8, 1, TOKENS=n, BLOCK_N=rows) for rows in (128, 64) for n in tokens]
     for power in (0, 1, -1):
         for tile in tiles:
             programs = max(1, sizes["B"] * -(-sizes["T"] // tile["TOKENS"]))
-            each = max(tile["BLOCK_N"], triton.next_power_of_2(sizes["k"]))
-            most = max(1, min(LARGEST_MERGE // each, -(-sizes["S"] // (4 * tile["BLOCK_N"]))))
+            most = max(1, min(LARGEST_SPLIT, -(-sizes["S"] // (4 * tile["BLOCK_N"]))))
             usual = min(most, triton.next_power_of_2(max(1, processors // programs)))
             splits = min(most, max(1, int(usual * 2**power)))
             if power == 0 or splits != usual:
@@ -142,8 +155,6 @@ def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
 
 def _check(config: Config, sizes: Sizes, target: Target) -> str | None:
     each = max(config["BLOCK_N"], triton.next_power_of_2(sizes["k"]))
-    if config["SPLITS"] > 1 and triton.next_power_of_2(config["SPLITS"] * each) > LARGEST_MERGE:
-        return f"{config['SPLITS']} splits of {each} entries, allowed: {LARGEST_MERGE} together"
     held = config["TOKENS"] * 2 * each // (32 * config.num_warps)
     if held > 32:
         return f"{held} entries a thread while a buffer is cut down, allowed: 32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dscompile.targets import Target
 from dscompile.templates.triton.device.keys import key_rows, refusal
-from dscompile.templates.triton.launching import launch
+from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 from dscompile.templates.triton.sparse_attention_kernels import combine_kernel, sparse_attention_kernel
 
@@ -58,9 +59,9 @@ def sparse_attention(
         *((0, 0) if comp_idx is None else comp_idx.stride()[:2]),
         tokens, heads, window_kv.shape[1], window, 0 if comp_kv is None else comp_kv.shape[1],
         0 if comp_idx is None else comp_idx.shape[2], scale,
-        config=config, D=dim, BLOCK_D=block_d, HALF=half, TURNED=triton.next_power_of_2(2 * half), ROPE_Q=int(rope_q and half > 0), BLOCK_H=block_h,
-        TOKENS=together, BLOCK_N=config["BLOCK_N"], SPLITS=splits, SWAP=config["SWAP"],
-        EVEN=int(heads % block_h == 0 and tokens % together == 0),
+        config=config, D=dim, BLOCK_D=block_d, HALF=half, TURNED=triton.next_power_of_2(2 * half),
+        ROPE_Q=int(rope_q and half > 0), BLOCK_H=block_h, TOKENS=together, BLOCK_N=config["BLOCK_N"], SPLITS=splits,
+        SWAP=config["SWAP"], EVEN=int(heads % block_h == 0 and tokens % together == 0), ASM=int(not interpreting()),
         **window_rows.constants("W_"), **comp_rows.constants("C_"),
     )  # fmt: skip
     if splits > 1:
@@ -95,18 +96,25 @@ def _tiles(sizes: Sizes, target: Target) -> Iterable[Config]:
 
 
 def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
-    """Every tile first with the split that fills the machine once, then with more and fewer."""
-    tiles = list(_tiles(sizes, target))
+    """The tiles, each with several splits, by `_effort`."""
     processors = int(target.sm_count.value or 1)
-    for power in (0, 1, -1):
-        for tile in tiles:
-            programs = max(1, sizes["B"] * -(-sizes["T"] // tile["TOKENS"]) * -(-sizes["H"] // tile["BLOCK_H"]))
-            keys = min(sizes["window"], sizes["S"]) + sizes["K"]
-            most = max(1, min(LARGEST_SPLIT, -(-keys // tile["BLOCK_N"])))
-            usual = min(most, max(1, processors // programs))
-            splits = min(most, max(1, int(usual * 2**power)))
-            if power == 0 or splits != usual:
-                yield Config(tile.num_warps, tile.num_stages, (*tile.constants, ("SPLITS", splits)))
+    keys = min(sizes["window"], sizes["S"]) + sizes["K"]
+    found: dict[Config, float] = {}
+    for tile in _tiles(sizes, target):
+        programs = max(1, sizes["B"] * -(-sizes["T"] // tile["TOKENS"]) * -(-sizes["H"] // tile["BLOCK_H"]))
+        blocks = max(1, -(-keys // tile["BLOCK_N"]))
+        for wanted in (processors // programs, 2 * processors // programs, 1):
+            share = -(-blocks // max(1, min(wanted, LARGEST_SPLIT)))
+            splits = -(-blocks // share)
+            choice = Config(tile.num_warps, tile.num_stages, (*tile.constants, ("SPLITS", splits)))
+            found.setdefault(choice, _effort(choice, programs * splits / processors, share))
+    return sorted(found, key=found.__getitem__)
+
+
+def _effort(config: Config, waves: float, share: int) -> float:
+    """A guess at the time, in decoded keys: rows to decode and to multiply in each wave, parts to combine."""
+    queries = config["BLOCK_H"] * config["TOKENS"]
+    return math.ceil(waves) * (24 + share * config["BLOCK_N"] * (1 + queries / 64)) + 8 * (config["SPLITS"] - 1)
 
 
 def _check(config: Config, sizes: Sizes, target: Target) -> str | None:

@@ -14,7 +14,7 @@ def sparse_attention_kernel(
     T, H, S, window, C, K, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, ROPE_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
     W_PAYLOAD: tl.constexpr, W_GROUP: tl.constexpr, W_SCALE: tl.constexpr, W_TAIL: tl.constexpr,
     C_PAYLOAD: tl.constexpr, C_GROUP: tl.constexpr, C_SCALE: tl.constexpr, C_TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def sparse_attention_kernel(
         valid = index < end
         rows = batch * window_b + index * window_r
         payload, scales, tail = load_keys(window_kv, rows, valid, D, BLOCK_D, W_PAYLOAD, W_GROUP, W_SCALE, W_TAIL)
-        keys = key_values(payload, scales, tail, D, BLOCK_D, W_PAYLOAD, W_GROUP, W_SCALE, W_TAIL, DTYPE)
+        keys = key_values(payload, scales, tail, D, BLOCK_D, W_PAYLOAD, W_GROUP, W_SCALE, W_TAIL, DTYPE, ASM)
         top, total, acc = attend(given, keys, valid, block * BLOCK_N + slot, low, high, top, total, acc, scale,
                                  TOKENS, SWAP)  # fmt: skip
     if comp_kv is not None:
@@ -103,7 +103,7 @@ def sparse_attention_kernel(
                 valid = index < tl.max(count, 0)
             rows = batch * comp_b + index * comp_r
             payload, scales, tail = load_keys(comp_kv, rows, valid, D, BLOCK_D, C_PAYLOAD, C_GROUP, C_SCALE, C_TAIL)
-            keys = key_values(payload, scales, tail, D, BLOCK_D, C_PAYLOAD, C_GROUP, C_SCALE, C_TAIL, DTYPE)
+            keys = key_values(payload, scales, tail, D, BLOCK_D, C_PAYLOAD, C_GROUP, C_SCALE, C_TAIL, DTYPE, ASM)
             top, total, acc = attend(given, keys, valid, block * BLOCK_N + slot, zero, count, top, total, acc, scale,
                                      TOKENS, SWAP)  # fmt: skip
         if comp_idx is not None:

@@ -55,7 +55,7 @@ def test_takes_the_arguments_of_its_op(template: Any) -> None:
     assert parameters(template) == [argument.name for argument in spec_of(template).op._schema.arguments]
 
 
-@settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.data())
 def test_choices_are_exact(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
@@ -77,7 +77,7 @@ def test_choices_are_exact(data: st.DataObject) -> None:
 
 def test_all_scores_equal() -> None:
     """Case R11: thousands tie at zero, few are positive; exactly k distinct picks, the lowest indices among equals."""
-    rows, k = 2100, 512
+    rows, k = 1100, 256
     q, keys = torch.ones(1, 1, 2, 32).bfloat16(), torch.zeros(1, rows, 32).bfloat16()
     good = torch.randperm(rows)[:100].sort().values
     keys[0, good] = 1
@@ -92,14 +92,22 @@ def test_all_scores_equal() -> None:
         assert none.tolist() == [rows - 4, rows - 3, rows - 2, rows - 1]
 
 
+def test_lists_are_merged_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dscompile.templates.triton.index_topk.LARGEST_MERGE", 32)
+    parts = case(1, 2, 2, 8, 150, torch.float32)
+    parts[3] = torch.tensor([[150, 70]])
+    for ascending in (False, True):
+        args = (*parts, None, 10, 1.0, "none", ascending)
+        assert torch.equal(choose(*args, chosen=shape(splits=5)), reference(TOPK, *args))
+
+
 @pytest.mark.parametrize("chosen", CONFIGS, ids=str)
 def test_rising_scores_fill_the_buffer_again_and_again(chosen: Config) -> None:
     q = torch.ones(1, 2, 1, 16)
-    keys = torch.arange(300.0).view(1, 300, 1).expand(1, 300, 16) / 16
-    for k in (1, 5, 16, 40):
-        for sign in (1.0, -1.0):
-            args = (q, keys, torch.full((1, 2, 1), sign), torch.tensor([[300, 177]]), None, k, 1.0, "none", False)
-            assert torch.equal(choose(*args, chosen=chosen), reference(TOPK, *args))
+    keys = torch.arange(130.0).view(1, 130, 1).expand(1, 130, 16) / 16
+    for k, sign in ((5, 1.0), (20, -1.0)):
+        args = (q, keys, torch.full((1, 2, 1), sign), torch.tensor([[130, 77]]), None, k, 1.0, "none", False)
+        assert torch.equal(choose(*args, chosen=chosen), reference(TOPK, *args))
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -109,7 +117,7 @@ def test_no_row_of_the_future(ratio: int) -> None:
     pos = torch.arange(start, start + tokens)[None]
     q, keys, weights, _ = case(1, tokens, 4, 16, rows, torch.float32)
     keys[:, (start + tokens) // ratio :] = torch.nan
-    for chosen in CONFIGS:
+    for chosen in CONFIGS[1:3]:
         out = choose(q, keys, weights, (pos + 1) // ratio, None, 64, 1.0, "none", True, chosen=chosen)
         for t in range(tokens):
             want = [j for j in range(rows) if (j + 1) * ratio <= start + t + 1]
@@ -133,10 +141,9 @@ def test_lengths_of_padded_batches(lengths: list[int]) -> None:
     dead = [b for b in range(count) if lengths[b] <= 0]
     q[dead], keys[dead] = torch.nan, torch.nan
     visible = torch.tensor(lengths)[:, None]
-    for chosen in CONFIGS[:2]:
+    for chosen in CONFIGS[1:2]:
         out, marks = both(q, keys, weights, visible, 4, 1.0, "none", True, 2, 4, chosen=chosen)
         assert (out[dead] == -1).all() and not marks[dead].any()
-        assert torch.equal(choose(q, keys, weights, visible, None, 4, 1.0, "none", True, chosen=chosen), out)
         for b in set(range(count)) - set(dead):
             one = slice(b, b + 1)
             alone = both(q[one], keys[one], weights[one], visible[one], 4, 1.0, "none", True, 2, 4, chosen=chosen)
@@ -145,32 +152,26 @@ def test_lengths_of_padded_batches(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("chosen", CONFIGS, ids=str)
 def test_rows_that_are_not_visible_may_hold_anything(chosen: Config) -> None:
-    for name in ("none", FP4):
-        q, keys, weights, _ = case(1, 6, 3, 32, 70, torch.bfloat16, name)
-        visible, candidates = torch.tensor([[5, 20, 33, 40, 41, 60]]), torch.rand(1, 6, 70) < 0.6
-        candidates[:, :, 7] = False
-        args = (weights, visible, candidates, 9, 1.0, name, True)
-        clean = choose(q, keys, *args, chosen=chosen)
-        dirty = keys.clone()
-        dirty[:, [7, *range(60, 70)]] = torch.nan if name == "none" else 0xFF
-        assert torch.equal(choose(q, dirty, *args, chosen=chosen), clean)
-        # Rows that only later tokens see
-        dirty[:, 33:60] = torch.nan if name == "none" else 0xFF
-        assert torch.equal(choose(q, dirty, *args, chosen=chosen)[:, :3], clean[:, :3])
+    name = "none" if chosen["SPLITS"] == 1 else FP4
+    junk = torch.nan if name == "none" else 0xFF
+    q, keys, weights, _ = case(1, 6, 3, 32, 70, torch.bfloat16, name)
+    visible, candidates = torch.tensor([[5, 20, 33, 40, 41, 60]]), torch.rand(1, 6, 70) < 0.6
+    candidates[:, :, 7] = False
+    args = (weights, visible, candidates, 9, 1.0, name, True)
+    clean = choose(q, keys, *args, chosen=chosen)
+    keys[:, [7, *range(60, 70)]] = junk
+    assert torch.equal(choose(q, keys, *args, chosen=chosen), clean)
+    keys[:, 33:60] = junk  # rows that only later tokens see
+    assert torch.equal(choose(q, keys, *args, chosen=chosen)[:, :3], clean[:, :3])
 
 
-def test_scores_that_are_no_number_or_infinite() -> None:
-    for junk in (torch.nan, torch.inf):
-        q, keys, weights, _ = case(1, 2, 3, 32, 40, torch.float32, low=1)
-        keys[:, [11, 30]] = junk
-        for sign in (1.0, -1.0):
-            for newest in (False, True):
-                args = (q, keys, weights.abs() * sign + sign, torch.tensor([[12, 40]]))
-                for chosen in CONFIGS[:3]:
-                    got = choose(*args, None, 5, 1.0, "none", False, newest, chosen=chosen)
-                    assert torch.equal(got, reference(TOPK, *args, None, 5, 1.0, "none", False, newest))
-                    tail = (5, 1.0, "none", False, 3, 4, newest)
-                    assert torch.equal(both(*args, *tail, chosen=chosen)[1], reference(BLOCKS, *args, *tail)[1])
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_scores_that_are_no_number_or_infinite(junk: float) -> None:
+    q, keys, weights, _ = case(1, 2, 3, 32, 40, torch.float32, low=1)
+    keys[:, [11, 30]] = junk
+    for sign, newest, chosen in ((1.0, False, CONFIGS[1]), (-1.0, True, CONFIGS[2])):
+        args = (q, keys, weights.abs() * sign + sign, torch.tensor([[12, 40]]), 5, 1.0, "none", False, 3, 4, newest)
+        assert all(map(torch.equal, both(*args, chosen=chosen), reference(BLOCKS, *args)))
 
 
 def assert_near(got: Tensor, scores: Tensor, visible: Tensor, slack: float) -> None:
@@ -196,7 +197,7 @@ def test_random_scores_are_the_best_but_for_near_ties(dtype: torch.dtype, name: 
     # fp32 sums of 64 products and of 32 heads, each within its length times the unit of its absolute sum
     size = torch.einsum("bthd,bsd->bths", q.double().abs(), read.double().abs()) * 0.1 * weights.abs().unsqueeze(-1)
     slack = 2 * (64 + 32 + 3) * 2.0**-24 * float(size.sum(2).max())
-    for chosen in CONFIGS:
+    for chosen in CONFIGS[2:]:
         out = choose(q, stored, weights, visible, None, 40, 0.1, name, True, chosen=chosen)
         for t in range(3):
             assert_near(out[0, t], scores[0, t], visible[0, t], slack)
@@ -206,10 +207,10 @@ def test_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More candidate blocks than a program holds at a time."""
     monkeypatch.setattr("dscompile.templates.triton.index_topk.HELD_BLOCKS", 16)
     monkeypatch.setattr("dscompile.templates.triton.index_topk.MASK_ROWS", 64)
-    parts = case(1, 3, 2, 8, 397, torch.float32)
-    parts[3] = torch.tensor([[397, 100, 20]])
-    for keep in (1, 7, 30, 100):
-        args = (*parts, 4, 1.0, "none", True, keep, 8, keep == 7)
+    parts = case(1, 2, 2, 8, 150, torch.float32)
+    parts[3] = torch.tensor([[150, 20]])
+    for keep in (7, 100):
+        args = (*parts, 4, 1.0, "none", True, keep, 4, keep == 7)
         assert torch.equal(both(*args)[1], reference(BLOCKS, *args)[1])
 
 
@@ -225,9 +226,8 @@ def test_strides_and_dtypes() -> None:
         (q.float(), keys, weights, visible.repeat(1, 2)[:, ::2], None),
         (q.half(), keys.half(), weights, visible, None),
     ):
-        for chosen in CONFIGS[:3]:
-            tail = (7, 0.5, "none", False)
-            assert torch.equal(choose(*args, *tail, chosen=chosen), reference(TOPK, *args, *tail))
+        tail = (7, 0.5, "none", False)
+        assert torch.equal(choose(*args, *tail, chosen=CONFIGS[1]), reference(TOPK, *args, *tail))
 
 
 @pytest.mark.parametrize("empty", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
@@ -240,7 +240,7 @@ def test_nothing_to_do(empty: tuple[int, int, int]) -> None:
 
 
 def test_the_configs_of_the_templates(target: Target) -> None:
-    parts = case(1, 3, 4, 32, 150, torch.bfloat16, FP4)
+    parts = case(1, 2, 4, 32, 150, torch.bfloat16, FP4)
     args = (*parts, None, 20, 0.5, FP4, True)
     for got in runs(TOPK, args, target):
         assert torch.equal(got, reference(TOPK, *args))
@@ -251,13 +251,13 @@ def test_the_configs_of_the_templates(target: Target) -> None:
 
 def test_bytes() -> None:
     """Keys are read once, and scores are never written: what is stored beside the result are the entries kept."""
-    rows, k = 1024, 32
+    rows, k = 512, 16
     parts = case(1, 1, 4, 32, rows, torch.bfloat16, FP4)
     parts[0], parts[3] = torch.randn(1, 1, 4, 32).bfloat16(), torch.tensor([[rows]])
     args = (*parts, None, k, 1.0, FP4, True)
     cost = spec_of(TOPK).cost_of(*args).numbers()
     with count_traffic() as traffic:
-        choose(*args, chosen=shape(rows=32))
+        choose(*args, chosen=shape(rows=16))
     buffer = 2 * k * 8
     assert traffic.distinct_stored <= cost["write_bytes"] + buffer
     assert traffic.distinct_loaded <= 1.05 * (cost["read_bytes"] + buffer)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,8 +31,8 @@ CONFIGS = (blocks(), blocks(splits=3), blocks(swap=1, tokens=2, splits=2, keys=3
 
 def case(
     batch: int = 2, tokens: int = 3, heads: int = 4, dim: int = 32, rows: int = 20, window: int = 8, comp: int = 33,
-    picks: int = 9, dtype: torch.dtype = torch.bfloat16, mode: str = "list", formats: tuple[str, str] = ("none", "none"),
-    rope_q: bool = True, position: int = 13, half: int = 4,
+    picks: int = 9, dtype: torch.dtype = torch.bfloat16, mode: str = "list",
+    formats: tuple[str, str] = ("none", "none"), rope_q: bool = True, position: int = 13, half: int = 4,
 ) -> list[Any]:  # fmt: skip
     """Arguments of the op. mode: "list" (with -1 and duplicates), "count" or "none"."""
     q = torch.randn(batch, tokens, heads, dim).to(dtype)
@@ -118,7 +118,7 @@ def test_takes_the_arguments_of_its_op() -> None:
     assert parameters(TEMPLATE) == [argument.name for argument in spec_of(TEMPLATE).op._schema.arguments]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.data())
 def test_equals_float64(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
@@ -126,8 +126,9 @@ def test_equals_float64(data: st.DataObject) -> None:
     tokens = draw(1, 5)
     args = case(
         draw(1, 2), tokens, draw(1, 18), data.draw(st.sampled_from([8, 16, 24, 64])), draw(0, 40), draw(1, 20),
-        draw(0, 40), draw(0, 40), data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(["list", "count", "none"])),
-        rope_q=data.draw(st.booleans()), position=draw(0, 50), half=data.draw(st.sampled_from([0, 1, 4])),
+        draw(0, 40), draw(0, 40), data.draw(st.sampled_from(DTYPES)),
+        data.draw(st.sampled_from(["list", "count", "none"])), rope_q=data.draw(st.booleans()), position=draw(0, 50),
+        half=data.draw(st.sampled_from([0, 1, 4])),
     )  # fmt: skip
     args[3] = args[3] + draw(-8, 8)
     if data.draw(st.booleans()):
@@ -173,7 +174,7 @@ def test_leading_skips_and_empty_rows(masked: int, sink: float | None) -> None:
 @pytest.mark.parametrize("mode", ["list", "count"])
 def test_rows_that_are_not_seen_may_hold_anything(mode: str) -> None:
     """NaN and infinity reach exactly the queries that see the row, also when neighbours share the loaded rows."""
-    args = case(1, 6, 2, 32, 14, 3, 50, 4, torch.float32, mode, position=8)
+    args = case(1, 6, 2, 16, 14, 3, 50, 4, torch.float32, mode, position=8)
     if mode == "list":
         args[6][:] = torch.tensor([1, -1, 30, 47])
     else:
@@ -185,7 +186,7 @@ def test_rows_that_are_not_seen_may_hold_anything(mode: str) -> None:
         dirty[5][:, [0, 12, 35, 49] if mode == "count" else [0, 2, 29, 49]] = junk
         want = reference(TEMPLATE, *dirty)
         assert want.isfinite().flatten(2).all(-1).any() and not want.isfinite().all()
-        for chosen in CONFIGS:
+        for chosen in CONFIGS[1:3]:
             got = run(dirty, chosen)
             assert torch.equal(got.isfinite().flatten(2).all(-1), want.isfinite().flatten(2).all(-1))
             clean = want.isfinite()
@@ -232,7 +233,7 @@ def test_strides_and_index_types() -> None:
     args[2], args[3] = args[2].int(), args[3].int()
     args[10], args[11] = args[10].to(torch.bfloat16), args[11].to(torch.bfloat16)
     args[8] = args[8].to(torch.bfloat16)
-    check(args)
+    check(args, CONFIGS[1:3])
 
 
 def test_the_configs_of_the_template(target: Target) -> None:
@@ -248,7 +249,7 @@ def test_nothing_to_do(empty: dict[str, int]) -> None:
 
 
 def test_bytes() -> None:
-    """Decode with the rows as they are released: everything once; a split adds what it hands to the combining kernel."""
+    """Decode of rows as they are released: everything once; a split adds what it hands to the combining kernel."""
     args = case(2, 1, 16, 128, 16, 16, 256, 48, formats=(FP8, FP4), half=16, position=900)
     args[6] = torch.stack([torch.randperm(256)[:48] for _ in range(2)]).unsqueeze(1)
     cost = spec_of(TEMPLATE).cost_of(*args).numbers()

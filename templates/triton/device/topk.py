@@ -33,13 +33,12 @@ def index_of(entry, NEWEST: tl.constexpr):
 def kth_best(entries, K):
     """int64 [R, N], different from each other but for NOTHING -> int64 [R]: the K-th best of a row.
 
-    The worst entry where there are fewer than K, NOTHING where there are none. Halves the range of the numbers until
-    exactly K entries lie above.
+    Where there are no more than K, a number that all of them reach. Halves the range of the numbers until exactly K
+    entries reach the middle.
     """
+    low = tl.full((entries.shape[0],), -(2**63) + 1, tl.int64)
     there = tl.sum((entries != NOTHING).to(tl.int32), 1)
-    high = tl.max(entries, 1)
-    low = tl.min(tl.where(entries == NOTHING, high[:, None], entries), 1)
-    high = tl.where(there <= K, low, high)
+    high = tl.where(there <= K, low, tl.max(entries, 1))
     while tl.max((low < high).to(tl.int32), 0) > 0:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up; a sum could overflow
         above = tl.sum((entries >= middle[:, None]).to(tl.int32), 1)
