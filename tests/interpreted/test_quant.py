@@ -210,10 +210,12 @@ def test_rows_of_odd_length() -> None:
 
 
 @pytest.mark.parametrize("name", RELEASE)
-def test_bytes(name: str) -> None:
-    x = torch.randn(16, 128).bfloat16()
+@pytest.mark.parametrize("dim", [128, 96])
+def test_bytes(name: str, dim: int) -> None:
+    """Nothing twice, neither in rows that fill a tile nor in rows that do not."""
+    x = torch.randn(16, dim).bfloat16()
     rows = FORMATS[name].pack(x)
-    for template, args in ((PACK, (x, name)), (FAKE_QUANT, (x, name)), (UNPACK, (rows, name, 128, torch.bfloat16))):
+    for template, args in ((PACK, (x, name)), (FAKE_QUANT, (x, name)), (UNPACK, (rows, name, dim, torch.bfloat16))):
         with count_traffic() as traffic:
             next(runs(template, args, TARGET))
         cost = spec_of(template).cost_of(*args).numbers()
