@@ -219,6 +219,13 @@ def inspect(*args: Any, **kwargs: Any) -> None:
         kernel_commands.inspect(*args, **kwargs)
 
 
+@app.command()
+@functools.wraps(kernel_commands.tune)
+def tune(*args: Any, **kwargs: Any) -> None:
+    with _errors_in_one_line():
+        kernel_commands.tune(*args, **kwargs)
+
+
 def _deliver(text: str, output: Path | None) -> None:
     """Writes to the file, or to standard output exactly as it is (no wrapping, no colours)."""
     if output is None:

@@ -199,3 +199,69 @@ def _cell(value: Any) -> str:
     if value is None:
         return "?"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def tune(
+    model: Annotated[str, typer.Option(help="`v41` (the release), `v41-miniature`, or a config.json or its folder.")],
+    target: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")],
+    batch: Annotated[str, typer.Option(help="Sequences per step, separated by commas.")] = "8",
+    context: Annotated[str, typer.Option(help="Tokens that the caches have room for: 8k,128k.")] = "8k",
+    role: Annotated[Roles, typer.Option(help="One token a sequence, or many.")] = Roles.decode,
+    tokens: Annotated[str, typer.Option(help="New tokens a sequence when prefilling.")] = "4k",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: the cores.")] = None,
+    database: Annotated[Path | None, typer.Option(help="Default: this user's (or DSCOMPILE_TUNING).")] = None,
+    again: Annotated[bool, typer.Option(help="Also what has a record already.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write all records to this file of JSON lines.")] = None,
+    load: Annotated[list[Path] | None, typer.Option(help="First add the records of such a file.")] = None,
+) -> None:
+    """Find the best config of every kernel: measured on this machine's GPU, else modelled from the compiled code."""
+    from dscompile.tuning.calls import merged
+    from dscompile.tuning.database import Database, user_path
+    from dscompile.tuning.tune import open_jobs, tune_measured, tune_modelled
+
+    machine, config = gpu(target), read_config(model)
+    shapes = [(b, c) for b in sizes(batch) for c in sizes(context)]
+    new_tokens = sizes(tokens)[0]
+    known = Database(database or user_path())
+    for path in load or []:
+        out.print(f"{known.load(path)} records from {path}", highlight=False)
+    measurer = _measurer(machine)
+    kind = "modelled" if measurer is None else "measured"
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    done, problems = 0, []
+    with Progress(*columns, console=err, transient=err.is_terminal) as progress:
+        finding = progress.add_task("finding calls", total=len(shapes))
+        calls = []
+        for found in _calls(config, machine, role, shapes, new_tokens):
+            calls += found
+            progress.advance(finding)
+        driver = measurer[1] if measurer else ""
+        work, failures = open_jobs(merged(calls), machine, known, kind, driver, again)
+        task = progress.add_task(kind, total=len(work))
+        if measurer is None:
+            outcomes = tune_modelled(work, machine, known, jobs or os.cpu_count() or 1)
+        else:
+            outcomes = tune_measured(work, machine, known, driver, measurer[2], measurer[0])
+        for outcome in outcomes:
+            progress.update(task, advance=1, description=f"{kind} {outcome.job.template}")
+            done += outcome.record is not None
+            if outcome.record is None:
+                problems.append(f"{outcome.job.template} ({outcome.job.config}): {outcome.reason}")
+    out.print(f"{done} configs {kind} for {machine.name}, {known.path or 'in memory'}", highlight=False)
+    for failure in failures:
+        err.print(f"no kernel: {failure.call}: {failure.reason}", style="yellow", markup=False, highlight=False)
+    for problem in problems:
+        err.print(problem, style="yellow", markup=False, highlight=False)
+    if export is not None:
+        out.print(f"{known.export(export)} records in {export}", highlight=False)
+
+
+def _measurer(target: Target) -> tuple[Any, str, str] | None:
+    """(measurer, driver, device name) if this machine has a GPU that is `target`, else None."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != target.capability:
+        return None
+    from dscompile.tuning.measure import Measurer, driver_version
+
+    return Measurer(target, torch.device("cuda")), driver_version(), torch.cuda.get_device_name()
