@@ -141,13 +141,13 @@ def index_topk_candidates(
 def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
     """The split that fills the machine first, then twice and half of it; several tokens of a prompt share decoding."""
     processors = int(target.sm_count.value or 1)
-    tokens = [1] if sizes["T"] == 1 else [2, 1, 4]
+    tokens = [1] if sizes["T"] == 1 else [2, 1]
     tiles = [config(8, 1, TOKENS=n, BLOCK_N=rows) for rows in (128, 64) for n in tokens]
     for power in (0, 1, -1):
         for tile in tiles:
             programs = max(1, sizes["B"] * -(-sizes["T"] // tile["TOKENS"]))
             most = max(1, min(LARGEST_SPLIT, -(-sizes["S"] // (4 * tile["BLOCK_N"]))))
-            usual = min(most, triton.next_power_of_2(max(1, processors // programs)))
+            usual = min(most, 1 << (max(1, processors // programs).bit_length() - 1))
             splits = min(most, max(1, int(usual * 2**power)))
             if power == 0 or splits != usual:
                 yield Config(tile.num_warps, tile.num_stages, (*tile.constants, ("SPLITS", splits)))

@@ -12,6 +12,8 @@ from dscompile.targets import TARGETS, Target
 from dscompile.templates.triton.device.keys import E2M1_TIMES_BF16
 from dscompile.templates.triton.index_topk import TEMPLATES
 from dscompile.tuning.disassembly import Facts
+from dscompile.tuning.offline import launches_of
+from support.kernels import space, spec_of
 from support.offline import compiled, meta
 
 TOPK, BLOCKS = TEMPLATES
@@ -79,11 +81,21 @@ def test_other_kinds(target: Target, dtype: torch.dtype, k: int) -> None:
     assert set(compiled(TOPK, args, target)) == {"index_scores_kernel", "index_merge_kernel", "index_order_kernel"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+def test_every_config(target: Target) -> None:
+    """All tiles that the check lets through compile without spills; splits do not change the first kernel but for 1."""
+    for args in (arguments(8, 1, 131072), arguments(256, 1, 8192), arguments(1, 4096, 4096)):
+        seen = set()
+        for chosen in TOPK.space(spec_of(TOPK).sizes(*args), target):
+            kind = (chosen.num_warps, chosen["TOKENS"], chosen["BLOCK_N"], chosen["SPLITS"] == 1)
+            if kind not in seen:
+                seen.add(kind)
+                compiled(TOPK, args, target, chosen)
+
+
 def test_no_scores_in_memory() -> None:
     """At 128k rows a program keeps at most 1,024 of the entries of its 4,096 or more rows."""
-    from dscompile.tuning.offline import launches_of
-    from support.kernels import space
-
     args = arguments(8, 1, 131072)
     for target in GPUS:
         launches = launches_of(TOPK, args, space(TOPK, args, target)[0], target)
