@@ -28,8 +28,8 @@ def compress_kernel(
     prior_* are dense. `biased` is never accessed: its type is that of gate + ape.
     """
     tiles: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, group = row // groups, row % groups
+    row = tl.program_id(0) // tiles
+    batch, group = (row // groups).to(tl.int64), (row % groups).to(tl.int64)
     channel = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)[None, :]
     token = tl.arange(0, BLOCK_R)[:, None]
     inside = (token < R) & (channel < D)
@@ -67,7 +67,7 @@ def compress_kernel(
         powers = tl.exp(logits - tl.expand_dims(tl.max(logits, 0), 0))
         pooled = tl.sum(_weighted(values, powers / tl.expand_dims(tl.sum(powers, 0), 0)), 0)
     pooled = tl.expand_dims(pooled, 0).to(out.dtype.element_ty)
-    tl.store(out + row * D + channel, pooled, mask=channel < D)
+    tl.store(out + row.to(tl.int64) * D + channel, pooled, mask=channel < D)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from dscompile.targets import Target
 from dscompile.templates.triton import row_layout
 from dscompile.templates.triton.device.rows import read_rows, read_tails
-from dscompile.templates.triton.launching import launch
+from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 from dscompile.templates.triton.store import check
 
@@ -22,7 +22,7 @@ def decode_rows_kernel(
     rows, indices, used, out, count, capacity, batch_stride, row_stride, index_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr,
     PAYLOAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     """out[b, i] = values of rows[b, indices[b, i]], of `count` places i; without indices that of rows[b, i].
 
@@ -46,7 +46,7 @@ def decode_rows_kernel(
     if PAYLOAD == "plain":
         values = tl.load(at + column, mask=read & (column < D), other=0.0)
     else:
-        values = read_rows(at, read, N, BLOCK, PAYLOAD, GROUP, SCALE, HEAD, TAIL, ALIGNED)
+        values = read_rows(at, read, N, BLOCK, PAYLOAD, GROUP, SCALE, HEAD, TAIL, ALIGNED, HW)
     tl.store(to + column, values.to(out.dtype.element_ty), mask=live & (column < HEAD))
     if TAIL > 0:
         tail = read_tails(at, read, BLOCK_TAIL, PAYLOAD, HEAD, TAIL, ALIGNED)
@@ -67,7 +67,7 @@ def last_index_kernel(indices, used, count, capacity, index_stride, BLOCK: tl.co
 
 def decode(
     rows: Tensor, indices: Tensor | None, used: Tensor | None, format: str, dim: int, dtype: torch.dtype,
-    config: Config,
+    config: Config, target: Target,
 ) -> Tensor:  # fmt: skip
     """rows [B, C, row width] -> values [B, K, dim] at indices [B, K], or [B, C, dim] of all rows."""
     batch, capacity = rows.shape[:2]
@@ -80,7 +80,8 @@ def decode(
         decode_rows_kernel, (batch * triton.cdiv(count, config["N"]),), rows, indices, used, out, count, capacity,
         rows.stride(0) // unit, rows.stride(1) // unit, 0 if indices is None else indices.stride(0), config=config,
         D=dim, BLOCK=row_layout.block(format, dim), BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), N=config["N"],
-        UNIT=unit, ALIGNED=row_layout.aligned(rows, format, dim), **row_layout.reading(format, dim),
+        UNIT=unit, ALIGNED=row_layout.aligned(rows, format, dim), HW=target.has("e2m1_cvt") and not interpreting(),
+        **row_layout.reading(format, dim),
     )  # fmt: skip
     return out
 
@@ -96,7 +97,7 @@ def gather_rows(
 
     An index that is not below C gives zeros like -1.
     """
-    return decode(dense(rows), dense(indices), None, format, dim, dtype, config)
+    return decode(dense(rows), dense(indices), None, format, dim, dtype, config, target)
 
 
 def unpack_used(
@@ -113,7 +114,7 @@ def unpack_used(
         last_index_kernel, (flat.shape[0] * triton.cdiv(flat.shape[1], tile),), flat, used, flat.shape[1],
         rows.shape[1], flat.stride(0), config=config, BLOCK=tile,
     )  # fmt: skip
-    return decode(dense(rows), None, used, format, dim, dtype, config)
+    return decode(dense(rows), None, used, format, dim, dtype, config, target)
 
 
 def read_configs(sizes: Sizes, target: Target, **constants: int) -> Iterable[Config]:

@@ -66,7 +66,7 @@ def unpack(
 ) -> Tensor:  # fmt: skip
     """`dsv4::unpack`: rows [..., row width] -> values [..., dim] in `dtype`."""
     flat = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
-    return decode(dense(flat).unsqueeze(0), None, None, format, dim, dtype, config).view(*rows.shape[:-1], dim)
+    return decode(dense(flat).unsqueeze(0), None, None, format, dim, dtype, config, target).view(*rows.shape[:-1], dim)
 
 
 def _packable(meta: Meta) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import triton
@@ -16,6 +17,7 @@ from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplat
 from dscompile.templates.triton.store import check
 
 AXES = 3
+MOST_ROWS = 1 << 30
 
 
 @triton.jit
@@ -33,10 +35,11 @@ def rope_kernel(
 
     Tiles begin with SHIFT empty columns.
     """
-    row = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)[:, None]
+    row = tl.program_id(0) * N + tl.arange(0, N)[:, None]  # in 32 bits, in which divisions are much shorter
     live = row < count
-    inner, rest = row % inner_size, row // inner_size
-    middle, outer = rest % middle_size, rest // middle_size
+    rest = row // inner_size
+    inner = (row % inner_size).to(tl.int64)
+    middle, outer = (rest % middle_size).to(tl.int64), (rest // middle_size).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :] - SHIFT
     inside = live & (column >= 0) & (column < D)
     given = tl.load(x + _place(outer, middle, inner, x_outer, x_middle, x_inner) + column, mask=inside, other=0.0)
@@ -46,7 +49,7 @@ def rope_kernel(
         c = load_angles(cos + _place(outer, middle, inner, cos_outer, cos_middle, cos_inner), live, BLOCK, FIRST, R)
         s = load_angles(sin + _place(outer, middle, inner, sin_outer, sin_middle, sin_inner), live, BLOCK, FIRST, R)
         values = rotate_tail(values, c, s, N, BLOCK, FIRST, R, INVERSE)
-    tl.store(out + row * D + column, values.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row.to(tl.int64) * D + column, values.to(out.dtype.element_ty), mask=inside)
 
 
 def merge_axes(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -82,9 +85,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, *, config: Config, 
         sizes, strides = merge_axes(lead, *(t.stride()[:-1] for t in (x, cos, sin)))
     missing = AXES - len(sizes)
     sizes, strides = [1] * missing + sizes, [[0] * missing + of for of in strides]
-    count = 1
-    for size in lead:
-        count *= size
+    count = math.prod(lead)
     launch(
         rope_kernel, (triton.cdiv(count, config["N"]),), x, cos, sin, out, count, sizes[1], sizes[2], *strides[0],
         *strides[1], *strides[2], config=config, D=dim, R=2 * half, BLOCK=row_layout.block(row_layout.PLAIN, dim),
@@ -104,6 +105,9 @@ def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
 
 
 def _applies(meta: Meta) -> str | None:
+    rows = math.prod(meta["x"].shape[:-1])
+    if rows >= MOST_ROWS:
+        return f"{rows} rows, allowed: below {MOST_ROWS}"
     return row_layout.refusal(row_layout.PLAIN, meta["x"].shape[-1])
 
 

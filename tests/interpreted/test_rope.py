@@ -94,6 +94,7 @@ def test_axes_are_merged_where_all_tensors_allow_it() -> None:
     assert merge_axes((1, 1), (5, 5)) == ([], [[]])
 
 
-def test_refuses_longer_rows_than_a_tile() -> None:
-    refusal = TEMPLATE.applies({"x": torch.empty(1, 8193)})
-    assert refusal is not None and "8193" in refusal
+def test_refuses_longer_rows_than_a_tile_and_too_many() -> None:
+    for shape, named in (((1, 8193), "8193"), ((1 << 20, 1 << 10, 64), "1073741824 rows")):
+        refusal = TEMPLATE.applies({"x": torch.empty(shape, device="meta")})
+        assert refusal is not None and named in refusal

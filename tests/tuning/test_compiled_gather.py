@@ -23,6 +23,7 @@ def test_gathered_rows(name: str, target: Target) -> None:
     args = (rows, meta(8, 512, dtype=torch.int64), name, dim, torch.bfloat16)
     ((kernel, facts),) = compiled(GATHER, args, target).values()
     assert set(facts.loads) == {1, 8, payload} and set(facts.stores) == {16}
+    assert ("cvt.rn.f16x2.e2m1x2" in kernel.ptx) == ("fp4" in name and target.has("e2m1_cvt"))
     assert kernel.shared_bytes == 0 and facts.registers <= 64
 
 

@@ -21,7 +21,7 @@ def test_values_to_rows(name: str, target: Target) -> None:
     ((kernel, facts),) = compiled(PACK, (meta(256, dim), name), target).values()
     assert set(facts.loads) == {16} and facts.stores == {1: 1, payload: 1}
     assert kernel.shared_bytes == 0 and facts.registers <= 64
-    assert ("e2m1x2" in kernel.ptx) == ("fp4" in name and target.has("e2m1_cvt"))
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == ("fp4" in name and target.has("e2m1_cvt"))
 
 
 @gpus
@@ -31,6 +31,7 @@ def test_rows_to_values(name: str, target: Target) -> None:
     rows = meta(256, FORMATS[name].row_bytes(dim), dtype=torch.uint8)
     ((kernel, facts),) = compiled(UNPACK, (rows, name, dim, torch.bfloat16), target).values()
     assert set(facts.loads) == {1, payload} and set(facts.stores) == {16}
+    assert ("cvt.rn.f16x2.e2m1x2" in kernel.ptx) == ("fp4" in name and target.has("e2m1_cvt"))
     assert kernel.shared_bytes == 0 and facts.registers <= 64
 
 

@@ -39,7 +39,7 @@ def test_fused_writer(name: str, batch: int, target: Target) -> None:
     assert max(facts.stores) == payload and facts.stores[payload] >= 2
     assert name == "none" or facts.stores == {1: 2, payload: 2}
     fp4 = "fp4" in name
-    assert ("e2m1x2" in kernel.ptx) == (fp4 and target.has("e2m1_cvt"))
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == (fp4 and target.has("e2m1_cvt"))
     assert name != "fp8_g32_ue8m0" or "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx
     # Where scales are no powers of two: two divisions for each of the two groups that a thread has a part of.
     assert kernel.ptx.count("div.rn") <= (4 if name == "fp4_g16_e4m3" else 0)

@@ -1,7 +1,7 @@
 """E2M1, E4M3 and UE8M0 inside kernels: bit for bit what `dscompile.formats.numeric` says.
 
-Groups lie along the last axis. `HW` selects the conversion instruction of sm_100a and newer for E2M1; the arithmetic
-form gives the same codes everywhere.
+Groups lie along the last axis. `HW` selects the conversion instructions of sm_100a and newer for E2M1; the arithmetic
+form gives the same codes and values everywhere.
 """
 
 import triton
@@ -74,10 +74,24 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e2m1_values(data, N: tl.constexpr, D: tl.constexpr):
+def e2m1_halves_hw(data):
+    """uint8 -> (values of the low nibbles, of the high nibbles), fp16; one instruction a byte; sm_100a and newer."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b8 b; .reg .b32 t; cvt.u8.u32 b, $2; cvt.rn.f16x2.e2m1x2 t, b; mov.b32 {$0, $1}, t; }",
+        "=h,=h,r", [data.to(tl.int32)], dtype=(tl.float16, tl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e2m1_values(data, N: tl.constexpr, D: tl.constexpr, HW: tl.constexpr = False):
     """uint8 [N, D / 2] -> fp32 [N, D]."""
-    wide = data.to(tl.int32)
-    return tl.reshape(tl.join(e2m1_value(wide & 15), e2m1_value(wide >> 4)), (N, D))
+    if HW:
+        low, high = e2m1_halves_hw(data)
+        pairs = tl.join(low.to(tl.float32), high.to(tl.float32))
+    else:
+        wide = data.to(tl.int32)
+        pairs = tl.join(e2m1_value(wide & 15), e2m1_value(wide >> 4))
+    return tl.reshape(pairs, (N, D))
 
 
 @triton.jit

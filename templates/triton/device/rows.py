@@ -103,7 +103,7 @@ def write_rows(
 @triton.jit
 def read_rows(
     at, read, N: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
-    HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     """The quantised values of rows, fp32 [N, BLOCK]; zeros from HEAD on and in rows with read False.
 
@@ -123,7 +123,7 @@ def read_rows(
     else:
         scales = e4m3_value(tl.load(at + SCALES_AT + group, mask=present, other=0))
     if PAYLOAD == "e2m1":
-        values = e2m1_values(payload, N, BLOCK)
+        values = e2m1_values(payload, N, BLOCK, HW)
     else:
         values = e4m3_value(payload)
     return values * spread(scales, N, BLOCK, GROUP)
