@@ -14,11 +14,10 @@ from dscompile.templates.triton.record import config
 
 # Up to so many pairs, comparing each with all others is one launch of a few microseconds.
 FEW = 2048
-_BLOCK = 64
-_MANY_BLOCK = 256
-_CHUNK = 16
+BLOCK = 16
+_MANY_BLOCK, _MANY_CHUNK = 256, 16
 # Whatever the products like best; measured in registers, see the tests of compiled kernels.
-_CONFIG = config(8, 2)
+CONFIG = config(8, 2)
 
 
 @triton.jit
@@ -70,16 +69,15 @@ def write_tiles(
 
 
 @triton.jit
-def sort_few_kernel(
-    indices, rows, tiles, PAIRS, TILES,
+def sort_few(
+    program, indices, rows, tiles, PAIRS, TILES,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program 0 writes the tiles; each other one finds the slots of BLOCK pairs. rows int32 [PAIRS]: slot -> pair."""
-    program = tl.program_id(0)
     if program == 0:
         counts = tl.zeros((BINS,), tl.int32)
-        for start in range(0, PAIRS, BLOCK):
-            pair = start + tl.arange(0, BLOCK)
+        for start in range(0, PAIRS, CHUNK):
+            pair = start + tl.arange(0, CHUNK)
             counts += tl.histogram(expert_of(indices, pair, PAIRS, EXPERTS), BINS)
         write_tiles(tiles, counts, TILES, TILE, EXPERTS, BINS, 256)
     else:
@@ -87,6 +85,15 @@ def sort_few_kernel(
         expert = expert_of(indices, pair, PAIRS, EXPERTS)
         slot = pairs_before(indices, pair, expert, 0, PAIRS, PAIRS, False, EXPERTS, BLOCK, CHUNK)
         tl.store(rows + slot, pair, mask=expert < EXPERTS)
+
+
+@triton.jit
+def sort_few_kernel(
+    indices, rows, tiles, PAIRS, TILES,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """See `sort_few`."""
+    sort_few(tl.program_id(0), indices, rows, tiles, PAIRS, TILES, EXPERTS, BINS, TILE, BLOCK, CHUNK)
 
 
 @triton.jit
@@ -134,6 +141,22 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     return min(pairs, pairs // tile + min(pairs, experts))
 
 
+def chunk(pairs: int) -> int:
+    """All pairs in a few loads: a program waits for memory as many times."""
+    return max(16, min(512, triton.next_power_of_2(pairs)))
+
+
+def few_programs(pairs: int) -> int:
+    """How many programs `sort_few` takes."""
+    return 1 + triton.cdiv(pairs, BLOCK) if pairs else 0
+
+
+def sorted_buffers(indices: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
+    """rows and tiles, not yet written."""
+    pairs = indices.numel()
+    return _ints(indices, pairs), _ints(indices, 3, most_tiles(pairs, experts, tile))
+
+
 def sort_pairs(indices: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
     """indices [N, k] -> rows int32 [N k]: slot -> pair, sorted by expert, stable; tiles int32 [3, most_tiles].
 
@@ -141,21 +164,21 @@ def sort_pairs(indices: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor
     """
     indices = indices.contiguous()
     pairs, bins = indices.numel(), triton.next_power_of_2(experts + 1)
-    tiles = most_tiles(pairs, experts, tile)
-    rows, table = _ints(indices, pairs), _ints(indices, 3, tiles)
+    rows, table = sorted_buffers(indices, experts, tile)
+    tiles = table.shape[1]
     sizes = {"EXPERTS": experts, "BINS": bins}
     if pairs <= FEW:
         launch(
-            sort_few_kernel, (1 + triton.cdiv(pairs, _BLOCK) if pairs else 0,), indices, rows, table, pairs, tiles,
-            config=_CONFIG, **sizes, TILE=tile, BLOCK=_BLOCK, CHUNK=_CHUNK,
+            sort_few_kernel, (few_programs(pairs),), indices, rows, table, pairs, tiles,
+            config=CONFIG, **sizes, TILE=tile, BLOCK=BLOCK, CHUNK=chunk(pairs),
         )  # fmt: skip
         return rows, table
     blocks = triton.cdiv(pairs, _MANY_BLOCK)
     counts, bases = _ints(indices, blocks, bins), _ints(indices, blocks, bins)
-    launch(count_kernel, (blocks,), indices, counts, pairs, config=_CONFIG, **sizes, BLOCK=_MANY_BLOCK)
+    launch(count_kernel, (blocks,), indices, counts, pairs, config=CONFIG, **sizes, BLOCK=_MANY_BLOCK)
     launch(
         place_kernel, (blocks,), indices, counts, bases, rows, table, pairs, blocks, tiles,
-        config=_CONFIG, **sizes, TILE=tile, BLOCK=_MANY_BLOCK, CHUNK=_CHUNK,
+        config=CONFIG, **sizes, TILE=tile, BLOCK=_MANY_BLOCK, CHUNK=_MANY_CHUNK,
     )  # fmt: skip
     return rows, table
 

@@ -19,8 +19,17 @@ from torch import Tensor
 from dscompile.targets import Target
 from dscompile.templates.triton.device.formats import divide_by_scales, e4m3_bytes, scales_of
 from dscompile.templates.triton.device.gemm import clamped_silu, rounded
-from dscompile.templates.triton.device.packed import packed_product, packed_product_pair
-from dscompile.templates.triton.expert_sort import sort_pairs
+from dscompile.templates.triton.device.packed import packed_product
+from dscompile.templates.triton.expert_sort import (
+    BLOCK,
+    CONFIG,
+    FEW,
+    chunk,
+    few_programs,
+    sort_few,
+    sort_pairs,
+    sorted_buffers,
+)
 from dscompile.templates.triton.experts import MOST_EXPERTS, combine, tile_of, tokens_of_an_expert
 from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
@@ -60,17 +69,21 @@ def store_rounded(
 
 @triton.jit
 def quantise_kernel(
-    x, x_stride, to, scales, ROWS_IN_ALL,
-    SIZE: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_stride, to, scales, indices, rows, tiles, PAIRS, TILES,
+    SIZE: tl.constexpr, HALVES: tl.constexpr, BLOCK_D: tl.constexpr, SORTING: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """N rows, BLOCK columns a program; see `store_rounded`."""
-    row = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    column = first + tl.arange(0, BLOCK)
-    alive = row < ROWS_IN_ALL
-    at = x + row[:, None] * x_stride + column[None, :]
-    value = tl.load(at, mask=alive[:, None] & (column < SIZE)[None, :], other=0.0).to(tl.float32)
-    store_rounded(value, to, scales, row, first, alive, SIZE, HALVES, N, BLOCK)
+    """A row of x a program, see `store_rounded`. The first SORTING programs sort instead, see `sort_few`."""
+    program = tl.program_id(0)
+    if program < SORTING:
+        sort_few(program, indices, rows, tiles, PAIRS, TILES, EXPERTS, BINS, TILE, BLOCK, CHUNK)
+    else:
+        row = (program - SORTING).to(tl.int64) + tl.arange(0, 1)
+        for first in range(0, SIZE, BLOCK_D):
+            column = first + tl.arange(0, BLOCK_D)
+            at = x + row[:, None] * x_stride + column[None, :]
+            value = tl.load(at, mask=(column < SIZE)[None, :], other=0.0).to(tl.float32)
+            store_rounded(value, to, scales, row, first, row >= 0, SIZE, HALVES, 1, BLOCK_D)
 
 
 @triton.jit
@@ -88,21 +101,19 @@ def packed_up_kernel(
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
     SCALE_ROWS: tl.constexpr = 1 if E2M1 else 32
     first = tl.program_id(0) * BLOCK_I
-    inner = first + tl.arange(0, BLOCK_I)
-    inside = inner < INNER
-    row = expert.to(tl.int64) * (2 * INNER) + inner
-    w1 = w13 + row * (D // PER_BYTE)
-    s1 = w13_scale + row // SCALE_ROWS * (D // 32)
-    w3 = w1 + INNER * (D // PER_BYTE)
-    s3 = s1 + INNER // SCALE_ROWS * (D // 32)
+    # One product over rows of w1 and of w3: two with the same scales of x do not compile with Triton 3.6.
+    both = tl.arange(0, 2 * BLOCK_I)
+    inner = first + both % BLOCK_I
+    row = expert.to(tl.int64) * (2 * INNER) + both // BLOCK_I * INNER + inner
     token = (pair // K).to(tl.int64)
     token_scale = None
     if SCALED:
         token_scale = x_scale + token * (D // 32)
-    gate, up = packed_product_pair(
-        w1, w3, s1, s3, inside, x + token * D, token_scale, alive,
-        D, E2M1, SCALED, WORDS, ASM, BLOCK_I, BLOCK_T, BLOCK_K,
+    total = packed_product(
+        w13 + row * (D // PER_BYTE), w13_scale + row // SCALE_ROWS * (D // 32), inner < INNER,
+        x + token * D, token_scale, alive, D, E2M1, SCALED, WORDS, ASM, 2 * BLOCK_I, BLOCK_T, BLOCK_K,
     )  # fmt: skip
+    gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_I, BLOCK_T)), (1, 2, 0)))
     rounding = kind.dtype.element_ty
     gate, up = rounded(gate, rounding), rounded(up, rounding)
     weight = tl.load(weights + pair, mask=alive, other=0.0).to(tl.float32)
@@ -147,6 +158,24 @@ def rounded_buffers(like: Tensor, rows: int, size: int, scaled: bool) -> tuple[T
     )
 
 
+def _prepare(
+    x: Tensor, indices: Tensor, experts: int, tile: int, halves: bool, scaled: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Quantised x, its scales, and the sorted pairs, in one launch if there are few."""
+    tokens, size = x.shape
+    to, scales = rounded_buffers(x, tokens, size, scaled)
+    few = indices.numel() <= FEW
+    rows, tiles = (sorted_buffers if few else sort_pairs)(indices, experts, tile)
+    sorting = few_programs(indices.numel()) if few else 0
+    launch(
+        quantise_kernel, (sorting + tokens,), x, x.stride(0), to, scales, indices, rows, tiles,
+        indices.numel(), tiles.shape[1], config=CONFIG, SIZE=size, HALVES=halves,
+        BLOCK_D=min(2048, triton.next_power_of_2(size)), SORTING=sorting, EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts + 1), TILE=tile, BLOCK=BLOCK, CHUNK=chunk(indices.numel()),
+    )  # fmt: skip
+    return to, scales, rows, tiles
+
+
 def _words(size: int, block: int) -> bool:
     """Whether scales of rows of `size` values can be loaded four at a time."""
     return size % (4 * GROUP) == 0 and block % (4 * GROUP) == 0
@@ -168,13 +197,7 @@ def experts_packed(
     if not e2m1:
         w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
     block_t, block_i, wanted = config["BLOCK_T"], config["BLOCK_I"], config["BLOCK_K"]
-    rounded_x, x_scale = rounded_buffers(x, tokens, size, scaled)
-    block = min(1024, triton.next_power_of_2(size))
-    launch(
-        quantise_kernel, (tokens, triton.cdiv(size, block)), x, x.stride(0), rounded_x, x_scale, tokens,
-        config=config, SIZE=size, HALVES=e2m1, N=1, BLOCK=block,
-    )  # fmt: skip
-    rows, tiles = sort_pairs(indices, count, block_t)
+    rounded_x, x_scale, rows, tiles = _prepare(x, indices.contiguous(), count, block_t, e2m1, scaled)
     most = tiles.shape[1]
     act, act_scale = rounded_buffers(x, tokens * k, inner, scaled)
     asm = target.has("wgmma") and not interpreting()
@@ -203,13 +226,11 @@ def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
     average, fp4 = tokens_of_an_expert(sizes), sizes["weight_bytes"] < 1
     if target.has("block_scaled_mma"):  # takes 128 rows of weights, no fewer
         shapes = [(128, 4), (256, 3)] if fp4 else [(128, 4), (128, 3)]
-        few = [config(4, s, BLOCK_T=t, BLOCK_I=128, BLOCK_N=128, BLOCK_K=k) for t in (16, 32) for k, s in shapes]
-        shapes = [(128, 4), (128, 3), (256, 2)] if fp4 else [(128, 3), (128, 2)]
-        many = [config(8, s, BLOCK_T=64, BLOCK_I=128, BLOCK_N=128, BLOCK_K=k) for k, s in shapes]
-    else:  # decoding takes registers
-        warps, inner = (4, 64) if fp4 else (8, 128)
-        few = [config(warps, s, BLOCK_T=t, BLOCK_I=inner, BLOCK_N=128, BLOCK_K=128) for t in (16, 32) for s in (4, 3)]
-        many = [config(8, 3, BLOCK_T=64, BLOCK_I=i, BLOCK_N=128, BLOCK_K=128) for i in ((128, 64) if fp4 else (64,))]
+        few = [config(4, s, BLOCK_T=t, BLOCK_I=64, BLOCK_N=128, BLOCK_K=k) for t in (16, 32) for k, s in shapes]
+    else:
+        few = [config(4, s, BLOCK_T=t, BLOCK_I=64, BLOCK_N=128, BLOCK_K=128) for t in (16, 32) for s in (4, 3)]
+    tiles = [(128, 64), (64, 128), (64, 64)] if target.has("block_scaled_mma") else [(64, 64)]
+    many = [config(8, s, BLOCK_T=t, BLOCK_I=i, BLOCK_N=128, BLOCK_K=128) for t, i in tiles for s in (4, 3)]
     yield from (*few, *many) if average <= 16 else (*many, *few)
 
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dscompile.formats import FORMATS
 from dscompile.targets import Target, get_target
-from dscompile.templates.triton.experts_packed import TEMPLATES, quantise_kernel, rounded_buffers
+from dscompile.templates.triton.experts_packed import TEMPLATES, _prepare
 from support.kernels import reference, runs, space
 from support.triton_interpreter import count_traffic
 
@@ -93,9 +92,7 @@ def test_activations_are_the_window_format(size: int, scaled: bool) -> None:
     x = torch.randn(7, size) * torch.logspace(-8, 8, 7)[:, None]
     x[0], x[1, 3], x[2, :5] = 0, float("nan"), torch.tensor([-0.0, 1e30, -1e30, 448.0, 1e-30])
     x = x.to(BF16)
-    to, scales = rounded_buffers(x, 7, size, scaled)
-    block = min(1024, triton.next_power_of_2(size))
-    quantise_kernel[(4, triton.cdiv(size, block))](x, size, to, scales, 7, size, not scaled, 2, block)
+    to, scales, *_ = _prepare(x, torch.zeros(7, 0, dtype=torch.int64), 4, 16, not scaled, scaled)
     format = FORMATS["fp8_g32_ue8m0"]
     if scaled:
         assert scales is not None
@@ -130,7 +127,7 @@ def test_every_tile_size(kind: str, target: Target) -> None:
     args[1][:, 0] = 1
     want = reference(TEMPLATE, *args)
     sizes = {c["BLOCK_T"]: c for c in space(TEMPLATE, args, target)}
-    assert sizes.keys() == {16, 32, 64}
+    assert sizes.keys() >= {16, 32, 64}
     for config in sizes.values():
         close(TEMPLATE.fn(*args, config=config, target=target), want)
 

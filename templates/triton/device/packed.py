@@ -126,23 +126,3 @@ def packed_product(
             total, w_rows, w_scales, w_alive, x, other, start, SIZE, E2M1, SCALED, WORDS, ASM, ROWS, BLOCK_K
         )
     return total
-
-
-@triton.jit
-def packed_product_pair(
-    w_rows, v_rows, w_scales, v_scales, w_alive, x_rows, x_scales, x_alive,
-    SIZE: tl.constexpr, E2M1: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Two products with the same activations."""
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    second = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, SIZE, BLOCK_K):
-        x, other = load_x(x_rows, x_scales, x_alive, start, SIZE, E2M1, SCALED, WORDS, TOKENS, BLOCK_K)
-        total = packed_dot(
-            total, w_rows, w_scales, w_alive, x, other, start, SIZE, E2M1, SCALED, WORDS, ASM, ROWS, BLOCK_K
-        )
-        second = packed_dot(
-            second, v_rows, v_scales, w_alive, x, other, start, SIZE, E2M1, SCALED, WORDS, ASM, ROWS, BLOCK_K
-        )
-    return total, second
