@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	  sys.exit(0 if v >= (3, 11) else "dscompile needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@printf '==> installing the versions of %s; the first time this takes a minute or two\n' $(CONSTRAINTS)
-	@$(BIN)/python tools/install.py $(CONSTRAINTS) test,dev
+	@$(BIN)/python tools/install.py $(CONSTRAINTS) test,dev,gpu
 	@touch $@
 
 demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognised
