@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from dscompile.backend import DscompileWarning
+from dscompile.completeness import gaps
+from dscompile.report import Match
 from dscompile.rewriting import StrictError
 from support.v4 import tiny, token_ids
 
@@ -218,3 +220,72 @@ def test_every_layer_is_watched_on_its_own(dsv4: Callable[..., Any]) -> None:
     with pytest.warns(DscompileWarning, match=r"layers\.1: no router recognised"):
         compiled(IDS, use_cache=False)
     assert compiled.counts["router"] == 1 and len(compiled.report.graphs[0].gaps) == 1
+
+
+# -- parts that every layer has ----------------------------------------------------------------------------------------
+
+
+def halves(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Llama's pairing: the first half of the rotated channels with the second."""
+    cos, sin = (torch.cat((t, t), -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    kept, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
+    a, b = turned.float().chunk(2, -1)
+    return torch.cat([kept, (turned.float() * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)], -1)
+
+
+def leading(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """The first channels are rotated instead of the last ones."""
+    cos, sin = (t.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotated = turned.float() * cos + modeling.rotate_half(turned).float() * sin
+    return torch.cat([rotated.to(x.dtype), kept], dim=-1)
+
+
+@pytest.mark.parametrize("rotation", [halves, leading])
+def test_another_rotation_is_said(
+    dsv4: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rotation: Callable[..., Tensor]
+) -> None:
+    """It is other mathematics than the operation's. The layer has the rest, so it must have a rotation."""
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", rotation)
+    model = one_layer("sliding_attention")
+    compiled = dsv4(model)
+    with pytest.warns(DscompileWarning, match=r"layers\.0: no rope recognised, though mhc, attention"):
+        got = compiled(IDS, use_cache=False).logits
+    torch.testing.assert_close(got, model(IDS, use_cache=False).logits, rtol=0, atol=1e-4)
+    assert of(compiled.counts) == WINDOW and "rope" not in compiled.counts
+    assert compiled.report.graphs[0].gaps == [
+        "layers.0: no rope recognised, though mhc, attention, output, router, experts were"
+    ]
+
+
+def of_layer(*families: str, layer: str = "layers.0") -> list[Match]:
+    """Matches of these families, or of "family/pattern"."""
+    parts = [family.partition("/") for family in families]
+    return [Match(layer, family, pattern or family) for family, _, pattern in parts]
+
+
+WHOLE = ("mhc", "attention", "output", "router", "experts", "norm", "rope")
+TWO_POOLS = ("compressor/compress.overlap.first", "compressor/compress.overlap.later")
+
+
+@pytest.mark.parametrize(("families", "missing"), [
+    (WHOLE, []),
+    ([f for f in WHOLE if f != "rope"], ["rope"]),
+    ([f for f in WHOLE if f not in ("norm", "rope")], ["norm", "rope"]),
+    (("mhc", "router", "experts"), ["attention", "output", "norm", "rope"]),
+    (("attention", "output"), ["norm", "rope"]),
+    (("attention",), []),  # compiled on its own
+    (("norm", "rope", "experts"), []),
+    ((*WHOLE, *TWO_POOLS), ["indexer"]),
+    ((*WHOLE, *TWO_POOLS, "indexer"), []),
+    (TWO_POOLS, ["indexer"]),
+    ((*WHOLE, *TWO_POOLS[:1]), []),  # the index may be another layer's
+    ((*WHOLE, "compressor/compress.plain", "compressor/compress.groups"), []),
+])  # fmt: skip
+def test_what_belongs_to_a_layer(families: tuple[str, ...], missing: list[str]) -> None:
+    lines = gaps(of_layer(*families))
+    assert len(lines) == bool(missing)
+    assert all(line.startswith("layers.0: " + ", ".join(f"no {m}" for m in missing) + " recognised") for line in lines)
+    assert not gaps(of_layer(*families), disabled=missing)  # what was switched off is not missed
+    other = of_layer(*WHOLE, layer="layers.1")
+    assert gaps([*of_layer(*families), *other]) == lines
