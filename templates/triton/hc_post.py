@@ -35,7 +35,7 @@ def hc_post_kernel(
     loaded = ()
     for i in tl.static_range(STREAMS):
         at = streams + row * token_stride + i * stream_stride + column
-        loaded = loaded + (tl.load(at, mask=inside, other=0.0).to(tl.float32),)
+        loaded = loaded + (tl.load(at, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     for j in tl.static_range(STREAMS):
         factor = tl.load(post + row * STREAMS + j)
         factor = factor.to(tl.float32) if FP32 else factor.to(kind).to(tl.float32)

@@ -5,11 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def normalised(matrix, axis: tl.constexpr, eps):
-    """fp32 [T, P, P] divided by its sums along an axis + eps; padding, which is 0, stays 0."""
-    total = tl.sum(matrix, axis, keep_dims=True) + eps
-    # Sums of padding alone may be 0, with eps 0.
-    return tl.where(matrix == 0.0, 0.0, matrix / total)
+def normalised(matrix, inside, axis: tl.constexpr, eps):
+    """fp32 [T, P, P] divided by its sums along an axis + eps; 0 where not inside."""
+    # Outside, all is 0, and so may be the sum.
+    total = tl.where(inside, tl.sum(matrix, axis, keep_dims=True) + eps, 1.0)
+    return tl.where(inside, matrix / total, 0.0)
 
 
 @triton.jit
@@ -22,9 +22,9 @@ def sinkhorn_matrices(logits, iters, eps, SIZE: tl.constexpr, P: tl.constexpr):
         logits = tl.where(inside, logits, -3.0e38)
         matrix = tl.exp(logits - tl.max(logits, 2, keep_dims=True))
         matrix = tl.where(inside, matrix / tl.sum(matrix, 2, keep_dims=True) + eps, 0.0)
-        matrix = normalised(matrix, 1, eps)
+        matrix = normalised(matrix, inside, 1, eps)
         for _ in range(1, iters):
-            matrix = normalised(normalised(matrix, 2, eps), 1, eps)
+            matrix = normalised(normalised(matrix, inside, 2, eps), inside, 1, eps)
     else:
         matrix = tl.exp(logits - tl.max(logits, 2, keep_dims=True))
         matrix = matrix / tl.sum(matrix, 2, keep_dims=True) + eps
