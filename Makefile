@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench clean distclean
+.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench compat device clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -82,6 +82,13 @@ check: lint typecheck test ## Lint, type check and tests
 bench: $(STAMP) ## Time eager, stock Inductor and dsv4 side by side (an hour or more; ARGS=--quick for a smoke test)
 	@printf '==> benchmarks/cpu.py\n'
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+compat: $(STAMP) ## Compile the Triton templates with four releases of Triton (by hand; downloads them)
+	@printf '==> tools/compat.py\n'
+	@$(BIN)/python tools/compat.py $(ARGS)
+
+device: $(STAMP) ## On a GPU machine: check and time every kernel (ARGS=--dry-run without a GPU)
+	@PYTHON=$(BIN)/python benchmarks/device.sh $(ARGS)
 
 clean: ## Remove caches and build products, keep .venv
 	@printf '==> removing caches and build products\n'

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -158,3 +159,34 @@ def _text(table: Table) -> str:
     console = Console(width=240, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_without_one(benchmarks: Path, tmp_path: Path):
+    """Calls are found, kernels compiled, the file is written; nothing is timed."""
+    command = [
+        str(benchmarks / "device.sh"),
+        "--dry-run",
+        "--calls",
+        "3",
+        "--out",
+        str(tmp_path),
+        "--target",
+        "sm_100a",
+    ]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["dry_run"] and found["ceilings"] is None and found["target"] == "sm_100a"
+    assert len(found["calls"]) == 3 and all(row["kernels"] for row in found["calls"])
+    assert len(found["not_run"]) > 20
+
+
+def test_the_gpu_script_says_that_it_needs_one(benchmarks: Path, tmp_path: Path):
+    command = [sys.executable, "device.py", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=benchmarks, capture_output=True, text=True)
+    if not torch.cuda.is_available():
+        assert done.returncode == 2 and "use --dry-run" in done.stderr
+    done = subprocess.run([*command, "--dry-run", "--target", "sm_1"], cwd=benchmarks, capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown target 'sm_1'" in done.stderr

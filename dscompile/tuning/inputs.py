@@ -6,6 +6,7 @@ belong together. The same seed gives the same values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,14 @@ def make_inputs(call: Call, device: torch.device | str = "cpu", seed: int = 0) -
 
 
 def _placed(tensor: Tensor, spec: TensorSpec, device: torch.device | str) -> Tensor:
+    """On `device`; a tensor that is shorter along its first axis is repeated there, so that the host stays small."""
     place = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-    return place.copy_(tensor)
+    if not spec.shape or tensor.shape[0] == spec.shape[0] or tensor.shape[0] == 0:
+        return place.copy_(tensor)
+    part = tensor.to(device=device, dtype=spec.dtype)
+    for start in range(0, spec.shape[0], len(part)):
+        place[start : start + len(part)] = part[: spec.shape[0] - start]
+    return place
 
 
 def _plain(spec: TensorSpec, generator: torch.Generator) -> Tensor:
@@ -65,24 +72,23 @@ def _plain(spec: TensorSpec, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal values; of a large tensor its leading slice, repeated."""
-    count = 1
-    for size in shape:
-        count *= size
+    """Normal values; of a large tensor a leading part only, see `_placed`."""
+    return torch.randn(_leading(shape), generator=generator)
+
+
+def _leading(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of at most 2^24 elements of it, whole along all axes but the first."""
+    count = math.prod(shape)
     if count <= 1 << 24 or len(shape) < 2:
-        return torch.randn(shape, generator=generator)
-    kept = max(1, (1 << 24) * shape[0] // count)
-    part = torch.randn((kept, *shape[1:]), generator=generator)
-    return part.repeat(-(-shape[0] // kept), *(1 for _ in shape[1:]))[: shape[0]]
+        return shape
+    return (max(1, (1 << 24) * shape[0] // count), *shape[1:])
 
 
 def _packed(op: str, spec: TensorSpec, given: dict[str, Any], name: str, generator: torch.Generator) -> Tensor:
     width = given[_WIDTH[op]].shape[-1] if op in _WIDTH else given["dim"]
     rows = FORMATS[name].pack(torch.randn((_ROWS, width), generator=generator))
-    count = 1
-    for size in spec.shape[:-1]:
-        count *= size
-    return rows[torch.arange(count) % _ROWS].view(spec.shape)
+    shape = _leading(spec.shape)
+    return rows[torch.arange(math.prod(shape[:-1])) % _ROWS].view(shape)
 
 
 def _below(limit: Callable[[dict[str, Any]], int]) -> Callable[..., Tensor]:
@@ -90,9 +96,7 @@ def _below(limit: Callable[[dict[str, Any]], int]) -> Callable[..., Tensor]:
 
     def rule(spec: TensorSpec, given: dict[str, Any], generator: torch.Generator) -> Tensor:
         bound, last = limit(given), spec.shape[-1] if spec.shape else 1
-        lines = 1
-        for size in spec.shape[:-1]:
-            lines *= size
+        lines = math.prod(spec.shape[:-1])
         if last > bound:
             return torch.randint(0, max(bound, 1), spec.shape, generator=generator)
         found = [torch.randperm(bound, generator=generator)[:last] for _ in range(min(lines, 512))]
@@ -135,9 +139,9 @@ _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("router", "forced_indices"): _below(lambda given: given["weight"].shape[0]),
     ("engram_gather", "rows"): _below(lambda given: given["table"].shape[0]),
     # Scales of stored weights: small powers of two, as UE8M0 bytes.
-    ("experts_packed", "w13_scale"): lambda spec, given, g: torch.randint(118, 124, spec.shape, generator=g),
-    ("experts_packed", "w2_scale"): lambda spec, given, g: torch.randint(118, 124, spec.shape, generator=g),
-    ("experts_packed", "w13"): lambda spec, given, g: torch.randint(0, 127, spec.shape, generator=g),
-    ("experts_packed", "w2"): lambda spec, given, g: torch.randint(0, 127, spec.shape, generator=g),
-    ("engram_gather", "scales"): lambda spec, given, g: torch.randint(118, 124, spec.shape, generator=g),
+    ("experts_packed", "w13_scale"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
+    ("experts_packed", "w2_scale"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
+    ("experts_packed", "w13"): lambda spec, given, g: torch.randint(0, 127, _leading(spec.shape), generator=g),
+    ("experts_packed", "w2"): lambda spec, given, g: torch.randint(0, 127, _leading(spec.shape), generator=g),
+    ("engram_gather", "scales"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
 }
