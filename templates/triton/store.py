@@ -18,7 +18,7 @@ from dscompile.templates.triton.device.rows import encode, write_rows
 from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
-VALUES_PER_THREAD = 64
+VALUES_PER_THREAD = 32
 _CHECK = Check("norm_rope_store")
 
 
@@ -74,6 +74,10 @@ def make_rows_kernel(
             )  # fmt: skip
 
 
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def make_rows(
     x: Tensor, format: str, config: Config, target: Target, weight: Tensor | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None, slots: Tensor | None = None, pool: Tensor | None = None, eps: float = 0.0,
@@ -92,7 +96,7 @@ def make_rows(
     count = config["N"]
     launch(
         make_rows_kernel, (triton.cdiv(x.shape[0], count),),
-        x, weight, cos, sin, None if slots is None else slots.contiguous(), pool, rows, x.shape[0],
+        x, _dense(weight), cos, sin, _dense(slots), pool, rows, x.shape[0],
         0 if pool is None else pool.shape[0], x.stride(0), 0 if cos is None else cos.stride(0),
         0 if sin is None else sin.stride(0), 0 if pool is None else pool.stride(0) // unit, eps,
         config=config, D=dim, R=rotated, BLOCK=row_layout.block(format, dim), SHIFT=row_layout.shift(dim), N=count,
