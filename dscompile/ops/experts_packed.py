@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -107,7 +106,7 @@ def _sizes(
     return {
         "N": x.shape[0], "k": indices.shape[1], "E": w13.shape[0], "D": x.shape[1], "I": w13.shape[1] // 2,
         "x_bytes": x.element_size(), "out_bytes": out_dtype.itemsize,
-        "weight_bytes": sympy.Rational(1, packed) + sympy.Rational(1, GROUP * rows),
+        "weight_bytes": 1 / packed + 1 / (GROUP * rows),  # exact
     }  # fmt: skip
 
 
