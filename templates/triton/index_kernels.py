@@ -83,7 +83,10 @@ def index_scores_kernel(
         parts = tl.where(products < 0, 0.0, products) * scale * weight[None, :]
         if H != BLOCK_H:
             parts = tl.where(live[None, :], parts, 0.0)
-        scores = tl.trans(tl.sum(tl.reshape(parts, (BLOCK_N, TOKENS, BLOCK_H)), 2))
+        scores = tl.zeros((TOKENS, BLOCK_N), tl.float32)
+        for one in tl.static_range(TOKENS):  # not as a sum over three axes: Triton 3.6 fails on it for tcgen05
+            own = parts if TOKENS == 1 else tl.where((row // BLOCK_H == one)[None, :], parts, 0.0)
+            scores = tl.where(tl.arange(0, TOKENS)[:, None] == one, tl.sum(own, 1)[None, :], scores)
         if BLOCK_SIZE > 0:
             split_up = tl.reshape(tl.where(wanted, scores, float("-inf")), (TOKENS, BLOCK_N // BLOCK_SIZE, BLOCK_SIZE))
             no_number = tl.max((split_up != split_up).to(tl.int32), 2) > 0

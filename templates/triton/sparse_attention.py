@@ -79,7 +79,7 @@ def _tiles(sizes: Sizes, target: Target) -> Iterable[Config]:
     heads, narrow = sizes["H"], sizes["x_bytes"] == 2
     listed = sizes["index_bytes"] > 0 or sizes["T"] == 1
     if not narrow:
-        yield from (config(8, 1, BLOCK_H=16, TOKENS=1, BLOCK_N=keys, SWAP=0) for keys in (16, 32))
+        yield config(8, 1, BLOCK_H=16, TOKENS=1, BLOCK_N=16, SWAP=0)  # exact fp32 has no matrix instruction
         return
     for tokens in (1,) if listed else (2, 1):
         if target.has("tcgen05"):
@@ -127,7 +127,7 @@ def _check(config: Config, sizes: Sizes, target: Target) -> str | None:
     if shared > target.smem_bytes_per_block:
         return f"about {shared} bytes of shared memory, allowed: {target.smem_bytes_per_block}"
     # Values a thread holds of the sums and of a block of keys while it is decoded; sums of tcgen05 lie elsewhere.
-    most = 128 if target.has("tcgen05") else 64
+    most = 32 if sizes["x_bytes"] > 2 else 128 if target.has("tcgen05") else 64
     values = max(queries, config["BLOCK_N"]) * dim // (32 * config.num_warps)
     return f"tiles of {values} values a thread, allowed: {most}" if values > most else None
 

@@ -55,13 +55,13 @@ def test_takes_the_arguments_of_its_op(template: Any) -> None:
     assert parameters(template) == [argument.name for argument in spec_of(template).op._schema.arguments]
 
 
-@settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.data())
 def test_choices_are_exact(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
     name = data.draw(st.sampled_from(["none", FP4, "fp8_g32_ue8m0", "bf16"]))
     dim = data.draw(st.sampled_from([8, 24] if name == "none" else [32, 64]))
-    rows, tokens = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 5))
+    rows, tokens = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 3))
     parts = case(data.draw(st.integers(1, 2)), tokens, data.draw(st.integers(1, 5)), dim, rows,
                  data.draw(st.sampled_from(DTYPES)), name)  # fmt: skip
     k, chosen = data.draw(st.integers(1, 40)), data.draw(st.sampled_from(CONFIGS))
@@ -77,28 +77,28 @@ def test_choices_are_exact(data: st.DataObject) -> None:
 
 def test_all_scores_equal() -> None:
     """Case R11: thousands tie at zero, few are positive; exactly k distinct picks, the lowest indices among equals."""
-    rows, k = 1100, 256
+    rows, k = 500, 128
     q, keys = torch.ones(1, 1, 2, 32).bfloat16(), torch.zeros(1, rows, 32).bfloat16()
-    good = torch.randperm(rows)[:100].sort().values
+    good = torch.randperm(rows)[:60].sort().values
     keys[0, good] = 1
     weights, visible = torch.ones(1, 1, 2).bfloat16(), torch.tensor([[rows]])
     rest = torch.tensor([i for i in range(rows) if i not in set(good.tolist())])
-    for chosen in (shape(rows=128), shape(splits=4, rows=64)):
+    for chosen in (shape(rows=64), shape(splits=2, rows=32)):
         ascending = choose(q, keys, weights, visible, None, k, 1.0, "none", True, chosen=chosen)[0, 0]
-        assert torch.equal(ascending, torch.cat((good, rest[: k - 100])).sort().values)
+        assert torch.equal(ascending, torch.cat((good, rest[: k - 60])).sort().values)
         falling = choose(q, keys, weights, visible, None, k, 1.0, "none", False, chosen=chosen)[0, 0]
-        assert torch.equal(falling, torch.cat((good, rest[: k - 100])))
+        assert torch.equal(falling, torch.cat((good, rest[: k - 60])))
         none = choose(q, keys, weights * 0, visible, None, 4, 1.0, "none", True, True, chosen=chosen)[0, 0]
         assert none.tolist() == [rows - 4, rows - 3, rows - 2, rows - 1]
 
 
 def test_lists_are_merged_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dscompile.templates.triton.index_topk.LARGEST_MERGE", 32)
-    parts = case(1, 2, 2, 8, 150, torch.float32)
-    parts[3] = torch.tensor([[150, 70]])
+    parts = case(1, 1, 2, 8, 150, torch.float32)
+    parts[3] = torch.tensor([[140]])
     for ascending in (False, True):
         args = (*parts, None, 10, 1.0, "none", ascending)
-        assert torch.equal(choose(*args, chosen=shape(splits=5)), reference(TOPK, *args))
+        assert torch.equal(choose(*args, chosen=shape(splits=3)), reference(TOPK, *args))
 
 
 @pytest.mark.parametrize("chosen", CONFIGS, ids=str)
@@ -133,7 +133,7 @@ def test_how_many_are_valid() -> None:
         assert (out >= 0).sum(-1).tolist() == [[1, 1, 2, 2]]
 
 
-@pytest.mark.parametrize("lengths", [[9, 0, -1, 1], [0] * 32, [0] * 33, [-(2**40), 2**40]])
+@pytest.mark.parametrize("lengths", [[9, 0, -1, 1], [0] * 32, [0] * 33, [-(2**40), 2**40]], ids=str)
 def test_lengths_of_padded_batches(lengths: list[int]) -> None:
     """Case R13: without a length only -1 and no candidates, and the live rows are those of a run of their own."""
     count = len(lengths)
@@ -207,19 +207,19 @@ def test_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More candidate blocks than a program holds at a time."""
     monkeypatch.setattr("dscompile.templates.triton.index_topk.HELD_BLOCKS", 16)
     monkeypatch.setattr("dscompile.templates.triton.index_topk.MASK_ROWS", 64)
-    parts = case(1, 2, 2, 8, 150, torch.float32)
-    parts[3] = torch.tensor([[150, 20]])
+    parts = case(1, 1, 2, 8, 150, torch.float32)
+    parts[3] = torch.tensor([[147]])
     for keep in (7, 100):
         args = (*parts, 4, 1.0, "none", True, keep, 4, keep == 7)
         assert torch.equal(both(*args)[1], reference(BLOCKS, *args)[1])
 
 
 def test_strides_and_dtypes() -> None:
-    q, keys, weights, visible = case(2, 5, 4, 32, 40, torch.bfloat16)
+    q, keys, weights, visible = case(2, 2, 4, 32, 40, torch.bfloat16)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     keys = torch.cat((keys, keys), 2)[:, :, :32]
     weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
-    marks = torch.rand(2, 40, 5).transpose(1, 2) < 0.5
+    marks = torch.rand(2, 40, 2).transpose(1, 2) < 0.5
     for args in (
         (q, keys, weights.float(), visible.int(), None),
         (q, keys.float(), weights, visible, marks),
