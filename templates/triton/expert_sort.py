@@ -16,7 +16,7 @@ from dscompile.templates.triton.record import config
 FEW = 2048
 BLOCK = 16
 _MANY_BLOCK, _MANY_CHUNK = 256, 16
-# Whatever the products like best; measured in registers, see the tests of compiled kernels.
+# Of its own: what suits the products says nothing about sorting.
 CONFIG = config(8, 2)
 
 
