@@ -48,7 +48,11 @@ def of(found: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize(
     "setting",
     [
-        "batch 1", "batch 3", "bfloat16", "all bfloat16", "autocast",
+        "batch 1",
+        "batch 3",
+        "bfloat16",
+        "all bfloat16",
+        "autocast",
         *(pytest.param(s, marks=pytest.mark.slow) for s in ("all float16", "everything symbolic")),
     ],
 )

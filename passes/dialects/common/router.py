@@ -64,23 +64,23 @@ def _normaliser(scores: Node) -> tuple[tuple[Node, ...], float] | None:
     if len(users) != 2 or len(sums) != 1 or len(divisions) != 1:
         return None
     total, division = sums[0], divisions[0]
-    whole = list(total.args[1]) == [scores.meta["val"].dim() - 1] and total.args[2] is True  # type: ignore[arg-type]
+    whole = list(total.args[1]) == [scores.meta["val"].dim() - 1] and total.args[2] is True
     if not whole or len(total.users) != 1:
         return None
     by = division.args[1]
     if by is total:
         return (total, division), 0.0
     shifted = isinstance(by, Node) and by.target is aten.add.Tensor and by.args[0] is total and not by.kwargs
-    if not shifted or not _number(by.args[1]) or by.args[1] < 0 or len(by.users) != 1:  # type: ignore[union-attr, operator]
+    if not shifted or not _number(by.args[1]) or by.args[1] < 0 or len(by.users) != 1:
         return None
-    return (total, by, division), float(by.args[1])  # type: ignore[union-attr, arg-type, return-value]
+    return (total, by, division), float(by.args[1])
 
 
 def _scaled(weights: Node) -> tuple[tuple[Node, ...], float]:
     """The product with a number that is all that happens to `weights`, if there is one."""
     users = list(weights.users)
     if len(users) == 1 and users[0].target is aten.mul.Tensor and _number(users[0].args[1]):
-        return (users[0],), float(users[0].args[1])  # type: ignore[arg-type]
+        return (users[0],), float(users[0].args[1])
     return (), 1.0
 
 
@@ -107,6 +107,8 @@ def _replace(gm: GraphModule, match: Match, score_fn: str, fp32: bool) -> Reject
         return Reject(f"the number of chosen experts is {k}, it must not depend on an input", scores)
     forced = "indices" in match.inputs
     end = _weights(match)
+    if end.norm_eps < 0:
+        return Reject(f"{end.norm_eps} is added to the sum of the weights, it must not be negative", scores)
     # All inputs stand in front of the choice, all that reads a result behind it.
     before = scores if forced else (old_indices or scores).args[0]
     assert isinstance(before, Node)
@@ -211,7 +213,7 @@ PATTERNS = tuple(
 
 @dataclass(frozen=True)
 class OrderedChoices:
-    """`topk(sorted=False)` leaves the order of what it chooses open: the sorted one is one of them, and one spelling."""
+    """`topk(sorted=False)` leaves the order of what it chooses open: the sorted one is one of them."""
 
     name: str = "choices"
 

@@ -151,6 +151,7 @@ BATCHED = Pattern(
     inputs=_INPUTS, scalars=_SCALARS, dtypes=_WEIGHTS, key=torch.ops.aten.silu.default,
 )  # fmt: skip
 
+
 def _einsum(x_first: bool, summed: bool) -> Pattern:
     return Pattern(
         name="experts.einsum." + ("x_first" if x_first else "weights_first") + (".einsum" if summed else ".sum"),

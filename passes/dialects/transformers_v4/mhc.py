@@ -14,7 +14,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _mix(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mix_eps: float, hc_eps: float, iters: int) -> _Three:
-    """comb, post and the collapsed streams: a Sinkhorn chain is where a near miss is looked for, so comb comes first."""
+    """comb, post and the collapsed streams; near misses are looked for at a Sinkhorn chain, so comb comes first."""
     n = streams.shape[-2]
     flat = torch.ops.dsv4.rms_norm(streams.flatten(-2).float(), None, mix_eps, "scale_cast")
     pre, post, comb = F.linear(flat, fn).split([n, n, n * n], -1)

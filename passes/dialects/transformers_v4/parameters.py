@@ -57,7 +57,7 @@ class _Widening:
         for cast in find(self.gm.graph, CAST):
             piece = cast.args[0]
             if cast.meta["val"].dtype == torch.float32 and self._is_piece(piece):
-                cast.replace_all_uses_with(self._again(piece))  # type: ignore[arg-type]
+                cast.replace_all_uses_with(self._again(piece))
                 count += 1
         for target in (aten.mul.Tensor, aten.add.Tensor):
             for node in find(self.gm.graph, target):
@@ -70,9 +70,9 @@ class _Widening:
         if not (fxutil.is_tensor(a) and fxutil.is_tensor(b)) or node.meta["val"].dtype != torch.float32:
             return False
         for number, other in ((a, b), (b, a)):
-            wide = other.meta["val"].dtype == torch.float32 and other.meta["val"].dim() > 0  # type: ignore[union-attr]
-            if wide and number.meta["val"].dim() == 0 and self._is_piece(number):  # type: ignore[union-attr]
-                node.replace_input_with(number, self._again(number))  # type: ignore[arg-type]
+            wide = other.meta["val"].dtype == torch.float32 and other.meta["val"].dim() > 0
+            if wide and number.meta["val"].dim() == 0 and self._is_piece(number):
+                node.replace_input_with(number, self._again(number))
                 return True
         return False
 
@@ -88,7 +88,7 @@ class _Widening:
     def _again(self, node: Node) -> Node:
         """The same cut of the parameter in float32."""
         if node.target in _CUTS:
-            source = self._again(node.args[0])  # type: ignore[arg-type]
+            source = self._again(node.args[0])
             with self.gm.graph.inserting_before(node):
                 return fxutil.emit(self.gm.graph, node.target, (source, *node.args[1:]), dict(node.kwargs), like=node,
                                    mode=self.mode)  # fmt: skip

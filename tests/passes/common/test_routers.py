@@ -171,8 +171,8 @@ def late_float(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("block", "reason"), [
-    (biased_weights, "expected aten.sigmoid, found aten.add"), (other_score, "found aten.tanh"), (smallest, "True expected, here False"),
-    (scores_kept, "is also used by"), (late_float, "found aten._to_copy"),
+    (biased_weights, "expected aten.sigmoid, found aten.add"), (other_score, "found aten.tanh"),
+    (smallest, "True expected, here False"), (scores_kept, "is also used by"), (late_float, "found aten._to_copy"),
 ])  # fmt: skip
 def test_other_routers_stay(block: Callable[..., Tensor], reason: str) -> None:
     found, misses, difference = rewrite(block, *tensors())

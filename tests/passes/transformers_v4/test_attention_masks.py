@@ -108,7 +108,9 @@ PROVEN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "heads"), [*((c, H) for c in PROVEN), ("prompt", 1), ("selection", 1), ("unshifted", 1)])
+@pytest.mark.parametrize(
+    ("case", "heads"), [*((c, H) for c in PROVEN), ("prompt", 1), ("selection", 1), ("unshifted", 1)]
+)
 def test_proven_masks_become_sparse(case: str, heads: int) -> None:
     found, misses, difference = run(PROVEN[case], *tensors(heads=heads))
     assert len(found) == 1 and misses == []
