@@ -179,3 +179,21 @@ def clamped_swiglu(m: Any, gate: Any, up: Any, limit: float | None) -> Any:
         up = m.select(up > limit, m.number(limit), up)
         up = m.select(up < -limit, m.number(-limit), up)
     return m.mul(m.mul(gate, m.reciprocal(m.add(m.exp(m.mul(gate, -1.0)), 1.0))), up)
+
+
+def activated(
+    m: Any, gate: Sequence[Any], up: Sequence[Any], factor: Sequence[Any], limit: float | None, rounding: Rounding
+) -> tuple[list[Any], list[Any]]:
+    """Sums of w1 and w3 for one row and several tokens -> (values over their scale, stored scales).
+
+    clamped_swiglu times the routing weight, rounded to bf16 as sums and results are; 32 threads, a row each, share the
+    scale of a token.
+    """
+    gate, up = to_bf16(m, gate), to_bf16(m, up)
+    act = to_bf16(m, [m.mul(clamped_swiglu(m, g, u, limit), f) for g, u, f in zip(gate, up, factor)])
+    values, scales = [], []
+    for value in act:
+        stored, scale = scale_of(m, m.max_of_warp(magnitude(m, [value])), rounding)
+        values.extend(scaled(m, [value], scale, rounding))
+        scales.append(stored)
+    return values, scales

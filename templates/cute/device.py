@@ -37,6 +37,10 @@ class Device:
         return ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
 
     @staticmethod
+    def max_of_warp(value: Any) -> Any:
+        return cute.arch.warp_redux_sync(value, "max")
+
+    @staticmethod
     def neighbour(value: Any, step: int) -> Any:
         return cute.arch.shuffle_sync_bfly(value, step)
 
@@ -114,6 +118,28 @@ def load_words(address: Any, count: int) -> list[Any]:
 
 def load_int64(address: Any) -> Any:
     return ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
+
+
+def load_int32(address: Any) -> Any:
+    return ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def load_shared(address: Any) -> list[Any]:
+    """Four words from a 16-byte aligned address of shared memory."""
+    code = "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(ptx(code, write_only_types=[Int32] * 4, read_only_args=[address]))
+
+
+def load_shared_word(address: Any) -> Any:
+    return ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_shared_byte(address: Any, word: Any) -> None:
+    ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def store_shared_half(address: Any, word: Any) -> None:
+    ptx("{ .reg .b16 part; cvt.u16.u32 part, {$r1}; st.shared.b16 [{$r0}], part; }", read_only_args=[address, word])
 
 
 def store_words(address: Any, words: list[Any], aligned: int) -> None:

@@ -75,6 +75,11 @@ class Host:
         return x.rsqrt()
 
     @staticmethod
+    def max_of_warp(value: Tensor) -> Tensor:
+        warps = value.unflatten(-1, (-1, 32))
+        return warps.amax(-1, keepdim=True).expand_as(warps).flatten(-2)
+
+    @staticmethod
     def neighbour(value: Tensor, step: int) -> Tensor:
         """The value of the thread whose number differs in one bit. [..., threads]."""
         return value[..., torch.arange(value.shape[-1]) ^ step]

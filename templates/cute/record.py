@@ -57,3 +57,7 @@ class CuteTemplate:
         if reason := self.applies(meta, target):
             raise UnsuitableError(f"{self.name}: {reason}")
         return self.build(meta, config, target)
+
+    def space(self, sizes: Sizes, target: Target) -> list[Config]:
+        """The configs that pass `check`, in order."""
+        return [c for c in self.configs(sizes, target) if self.check(c, sizes, target) is None]
