@@ -109,10 +109,12 @@ def _run(
     given = (tokens, tokens.stride(0), tokens.stride(1))
     mix_eps, hc_eps, norm_eps = eps
     sizes = {"STREAMS": n, "D": size, "MIXES": mixes, "WIDTH": width}
-    block_t = config["BLOCK_T"]
+    pieces = PIECES[fn.dtype] if streams.dtype == torch.bfloat16 else 0
+    # A product in fp32 keeps its operands in registers.
+    block_t, most = (config["BLOCK_T"], config["BLOCK_D"]) if pieces else (16, 16)
     tile = {
-        "PIECES": PIECES[fn.dtype] if streams.dtype == torch.bfloat16 else 0,
-        "SPAN": span, "BLOCK_T": block_t, "BLOCK_D": max(16, min(config["BLOCK_D"], triton.next_power_of_2(size))),
+        "PIECES": pieces,
+        "SPAN": span, "BLOCK_T": block_t, "BLOCK_D": max(16, min(most, triton.next_power_of_2(size))),
     }  # fmt: skip
     padded, matrix = max(16, triton.next_power_of_2(mixes)), triton.next_power_of_2(n)
     if not config["SPAN"]:

@@ -150,16 +150,18 @@ def router(
     x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     bias = None if bias is None else bias.contiguous()
     forced = None if forced_indices is None else forced_indices.contiguous()
-    block_d = max(16, min(config["BLOCK_D"], triton.next_power_of_2(size)))
+    pieces = PIECES[weight.dtype] if x.dtype == torch.bfloat16 else 0
+    # A product in fp32 keeps its operands in registers.
+    block_t, block_e, most = (config["BLOCK_T"], config["BLOCK_E"], config["BLOCK_D"]) if pieces else (16, 32, 32)
+    block_d = max(16, min(most, triton.next_power_of_2(size)))
     span = block_d * triton.cdiv(size, block_d * config["SPLITS"])
     splits = triton.cdiv(size, span)
     partial = x.new_empty((splits, tokens, experts), dtype=torch.float32)
-    grid = (triton.cdiv(experts, config["BLOCK_E"]), triton.cdiv(tokens, config["BLOCK_T"]), splits)
+    grid = (triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t), splits)
     launch(
         router_logits_kernel, grid, x, x.stride(0), weight, weight.stride(0), partial, tokens,
         config=config, D=size, EXPERTS=experts, SPAN=span,
-        PIECES=PIECES[weight.dtype] if x.dtype == torch.bfloat16 else 0,
-        BLOCK_T=config["BLOCK_T"], BLOCK_E=config["BLOCK_E"], BLOCK_D=block_d,
+        PIECES=pieces, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d,
     )  # fmt: skip
     weights = x.new_empty((tokens, top_k), dtype=torch.float32 if fp32 else x.dtype)
     indices = x.new_empty((tokens, top_k), dtype=torch.int64)

@@ -80,3 +80,11 @@ def test_post_loads_every_stream_once(tokens: int, target: Target) -> None:
 def test_sinkhorn_stays_in_registers(target: Target) -> None:
     kernel, facts = compiled(SINKHORN, (meta(256, 4, 4, dtype=FP32), 20, 1e-6), target)["sinkhorn_kernel"]
     assert kernel.shared_bytes == 0 and facts.loads == {16: 1} and facts.stores == {16: 1}
+
+
+@pytest.mark.parametrize("kind", [FP32, torch.float16], ids=str)
+def test_streams_that_are_not_bf16(kind: torch.dtype) -> None:
+    """Products in fp32, without tensor cores."""
+    for tokens in (8, 8192):
+        for _, facts in compiled(PRE, pre(tokens, False, kind), TARGETS[0]).values():
+            assert not facts.tensor_core and facts.registers <= 128

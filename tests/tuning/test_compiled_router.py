@@ -62,3 +62,11 @@ def test_every_config(weights: torch.dtype, target: Target) -> None:
         args = released(tokens, weights)
         for config in space(TEMPLATE, args, target):
             compiled(TEMPLATE, args, target, config)
+
+
+@pytest.mark.parametrize("kind", [FP32, torch.float16], ids=str)
+def test_tokens_that_are_not_bf16(kind: torch.dtype) -> None:
+    """Products in fp32, without tensor cores."""
+    for tokens in (8, 8192):
+        args = (meta(tokens, 5120, dtype=kind), *released(tokens, kind)[1:])
+        assert not compiled(TEMPLATE, args, TARGETS[0])["router_logits_kernel"][1].tensor_core

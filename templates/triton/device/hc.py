@@ -10,15 +10,16 @@ from dscompile.templates.triton.device.sinkhorn import sinkhorn_matrices
 def add_product(total, stream, weight, PIECES: tl.constexpr):
     """total + stream [T, K] times weight [K, P], as exact as in fp32. PIECES: see `hc.PIECES`."""
     if PIECES == 0:
-        return tl.dot(stream.to(tl.float32), weight.to(tl.float32), total, input_precision="ieee")
-    part = weight.to(tl.bfloat16)
-    total = tl.dot(stream, part, total)
-    if PIECES > 1:
-        rest = weight.to(tl.float32) - part.to(tl.float32)
-        part = rest.to(tl.bfloat16)
+        total = tl.dot(stream.to(tl.float32), weight.to(tl.float32), total, input_precision="ieee")
+    else:
+        part = weight.to(tl.bfloat16)
         total = tl.dot(stream, part, total)
-        if PIECES > 2:
-            total = tl.dot(stream, (rest - part.to(tl.float32)).to(tl.bfloat16), total)
+        if PIECES > 1:
+            rest = weight.to(tl.float32) - part.to(tl.float32)
+            part = rest.to(tl.bfloat16)
+            total = tl.dot(stream, part, total)
+            if PIECES > 2:
+                total = tl.dot(stream, (rest - part.to(tl.float32)).to(tl.bfloat16), total)
     return total
 
 
