@@ -1,0 +1,112 @@
+"""How many kernels a layer of a model starts on a GPU, counted from the lowered graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from dscompile import capture
+from dscompile.lowering.calls import value_of
+from dscompile.lowering.gpu import TRITON_NAMESPACE
+from dscompile.lowering.template import triton_templates
+from dscompile.ops import NAMESPACE, OPS
+from dscompile.options import Options
+from dscompile.passes.engine.fxutil import layer_name
+from dscompile.passes.engine.optable import LAYOUT, VIEWS
+from dscompile.report import GraphReport
+from dscompile.rewriting import Snapshots, layer_labels, rewrite
+from dscompile.targets import Target, get_target
+from dscompile.tuning.calls import TensorSpec
+from dscompile.tuning.offline import launches_of
+
+if TYPE_CHECKING:
+    from dscompile.passes.engine.graphs import Subgraph
+
+_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default))
+
+
+def layer_launches(target: str, model: Callable[..., Any], *args: Any) -> dict[str, list[str]]:
+    """Layer -> the kernels that one call of `model` starts in it, by name, in order.
+
+    A call of an operation starts the kernels of its template's first config; a matrix product is one; operators between
+    them that depend on each other are taken as one kernel of Inductor's ("inductor"), views as none. Give it fake
+    tensors. Layers of one kind have equal lists.
+    """
+    found: dict[str, list[str]] = {}
+    machine = get_target(target)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = capture.placeholder_names(gm)
+
+        def inner(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            from dscompile.passes.engine.graphs import subgraphs
+
+            rewrite(graph, names, Options(target=target), GraphReport("launches"), Snapshots())
+            labels = layer_labels(graph, names)
+            for sub in subgraphs(graph):
+                for layer, kernels in _of_graph(sub, labels.get(sub.path), machine).items():
+                    found.setdefault(layer, []).extend(kernels)
+            return graph.forward  # type: ignore[no-any-return]
+
+        return capture.functionalise(gm, inputs, inner)
+
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(model, backend=backend, dynamic=False)(*args)
+    finally:
+        torch._dynamo.reset()
+    return found
+
+
+def _of_graph(sub: Subgraph, labels: list[str] | None, target: Target) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    fused: dict[str, nx.Graph] = {}
+    for node in sub.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for layer in labels or [layer_name(node)]:
+            kernels = found.setdefault(layer, [])
+            custom = _template_call(node, target)
+            if custom is not None:
+                kernels += custom
+            elif node.target in _PRODUCTS:
+                kernels.append("matrix product")
+            elif _computes(node):
+                graph = fused.setdefault(layer, nx.Graph())
+                graph.add_node(node)
+                graph.add_edges_from((node, source) for source in node.all_input_nodes if source in graph)
+    for layer, graph in fused.items():
+        found[layer] += ["inductor"] * nx.number_connected_components(graph)
+    return found
+
+
+def _computes(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return target not in LAYOUT and target not in VIEWS and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _template_call(node: fx.Node, target: Target) -> list[str] | None:
+    """Names of the kernels of a call of a template's custom op, wrapped by functionalisation or not; else None."""
+    wrapped = node.args and isinstance(node.args[0], torch._ops.OpOverload)
+    custom = node.args[0] if wrapped else node.target
+    if not isinstance(custom, torch._ops.OpOverload) or custom.namespace != TRITON_NAMESPACE:
+        return None
+    name = custom._schema.name.split("::")[1].removesuffix(f"_{target.name}")
+    (template,) = (t for found in triton_templates().values() for t in found if t.name == name)
+    spec = OPS[template.op.removeprefix(f"{NAMESPACE}::")]
+    given = dict(node.kwargs) if wrapped else dict(zip((a.name for a in custom._schema.arguments), node.args))
+    for argument in custom._schema.arguments:
+        base = given.get(f"_{argument.name}_base_index")
+        if base is not None:
+            given[argument.name] = given["_all_bases"][base]
+    values = [value_of(given.get(a.name, a.default_value)) for a in spec.op._schema.arguments]
+    args = tuple(TensorSpec.of(v).meta() if isinstance(v, torch.Tensor) else v for v in values)
+    (config, *_) = template.space(spec.sizes(*args), target)
+    return [launch.name for launch in launches_of(template, args, config, target)]
