@@ -75,8 +75,8 @@ class GemmSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """All of it, with barriers and what alignment may cost."""
-        return self.stages * self.stage_bytes + self.staging_bytes + 2048
+        """All of it; barriers take what the alignment of the first tile leaves them."""
+        return 1024 + self.stages * self.stage_bytes + self.staging_bytes
 
     @property
     def columns(self) -> int:

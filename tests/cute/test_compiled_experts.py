@@ -43,7 +43,7 @@ def descriptors(ptx: str, spec: GemmSpec) -> set[int]:
 @blackwell
 @pytest.mark.parametrize(
     ("block_t", "stages"),
-    [(32, 5), (16, 5), pytest.param(64, 4, marks=pytest.mark.slow), pytest.param(128, 3, marks=pytest.mark.slow)],
+    [(32, 5), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((16, 5), (64, 4), (128, 3)))],
 )
 def test_release(block_t: int, stages: int, target: Target) -> None:
     kernels = compiled(block_t, stages, target)
