@@ -313,7 +313,10 @@ class KVFormat:
 
 def _as_bytes(x: Tensor) -> Tensor:
     """[..., D] -> uint8 [..., D * itemsize], little-endian; a view unless the last dimension has gaps."""
-    return x.contiguous().view(torch.uint8)
+    x = x.contiguous()
+    if x.stride(-1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the strides of a tensor without elements
+    return x.view(torch.uint8)
 
 
 def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,15 +74,18 @@ def _used_fake(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torc
 
 
 @costed
-def _cost(N: Any, D: Any, row_bytes: Any, x_bytes: Any = 2) -> Cost:
-    """N rows of `row_bytes` bytes become N rows of D values; one multiply a value. For `unpack_used`, N is an upper
-    bound: all rows."""
-    return Cost(N * row_bytes, N * D * x_bytes, N * D)
+def _cost(N: Any, D: Any, row_bytes: Any, x_bytes: Any = 2, M: Any = 0, index_bytes: Any = 8) -> Cost:
+    """N rows of `row_bytes` bytes, named by M indices, become N rows of D values; one multiply a value. For
+    `unpack_used`, N is an upper bound: all rows."""
+    return Cost(N * row_bytes + M * index_bytes, N * D * x_bytes, N * D)
 
 
 def _gather_sizes(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:
     row_bytes = rows.shape[2] * rows.element_size()
-    return {"N": indices.numel(), "D": dim, "row_bytes": row_bytes, "x_bytes": dtype.itemsize}
+    return {
+        "N": indices.numel(), "D": dim, "row_bytes": row_bytes, "x_bytes": dtype.itemsize, "M": indices.numel(),
+        "index_bytes": indices.element_size(),
+    }  # fmt: skip
 
 
 def _used_sizes(rows: Tensor, indices: Tensor, format: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:

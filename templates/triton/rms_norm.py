@@ -50,6 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, mode: str, *, config:
     size = x.shape[-1]
     rows = x.reshape(-1, size) if x.stride(-1) == 1 else x.contiguous().view(-1, size)
     out = x.new_empty(x.shape, dtype=dtype)
+    weight = None if weight is None else weight.contiguous()
     launch(
         rms_norm_kernel, (rows.shape[0],), rows, weight, out, rows.stride(0), eps,
         config=config, D=size, BLOCK_D=triton.next_power_of_2(size), MODE=MODES[mode],
