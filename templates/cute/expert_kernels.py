@@ -6,7 +6,6 @@ Warps 0 to 3 take the sums out of tensor memory, one copies tiles into shared me
 from typing import Any
 
 import cutlass
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_ptr
@@ -62,7 +61,7 @@ class GroupedGemm:
         out_scales: cute.Pointer,
         experts: Int32,
         tiles: Int32,
-        stream: CUstream,
+        stream: Any,
     ):
         """weights [experts, parts * rows, size / 2 bytes], weight_scales arranged; x [tiles * BLOCK_T, size], x_scales
         a block of 128 rows a tile; tile_expert int32 [tiles], -1 for none.

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
@@ -34,7 +33,7 @@ class Gather:
         slots: Int32,
         k: Int32,
         x_stride: Int64,
-        stream: CUstream,
+        stream: Any,
     ):
         """x bf16 [N, size], x_stride in bytes; slot_pair int32 [slots]; codes [slots, size]."""
         self.kernel(x, slot_pair, codes, scales, k, x_stride).launch(

@@ -3,7 +3,6 @@
 from typing import Any
 
 import cutlass
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
@@ -45,7 +44,7 @@ class RowWriter:
         sin_stride: Int64,
         pool_stride: Int64,
         eps: Float32,
-        stream: CUstream,
+        stream: Any,
     ):
         """Strides are bytes from row to row."""
         each = self.spec.rows
