@@ -64,7 +64,7 @@ class GroupedGemm:
         stream: Any,
     ):
         """weights [experts, parts * rows, size / 2 bytes], weight_scales arranged; x [tiles * BLOCK_T, size], x_scales
-        a block of 128 rows a tile; tile_expert int32 [tiles], -1 for none.
+        a block of 128 rows a tile; tile_expert int32 [tiles], -1 for none; tiles is at least 1.
 
         up: slot_data fp32 [tiles * BLOCK_T], routing weights; out E4M3 [tiles * BLOCK_T, rows], out_scales like
         x_scales. down: slot_data int32 [tiles * BLOCK_T], pairs, -1 for none; out bf16 [pairs, rows].

@@ -194,7 +194,11 @@ def _applies(meta: Meta, target: Target) -> str | None:
         return f"weight_format {meta['weight_format']!r}, allowed: 'e2m1_1x32'"
     if meta["x"].dtype != torch.bfloat16:
         return f"x: {meta['x'].dtype}, allowed: torch.bfloat16"
-    size, inner = meta["x"].shape[1], meta["w13"].shape[1] // 2
+    x, w13 = meta["x"], meta["w13"]
+    if x.stride(1) != 1 or x.stride(0) % 8 or not w13.is_contiguous():
+        given = f"strides {x.stride()} of x and {w13.stride()} of w13"
+        return f"{given}, allowed: rows at multiples of 16 bytes, dense weights"
+    size, inner = x.shape[1], w13.shape[1] // 2
     if size % (32 * VALUES) or inner % BLOCK_K or size > 32 * 32 * VALUES:
         return f"{size} and {inner} values, allowed: multiples of {32 * VALUES} up to 16384, and of {BLOCK_K}"
     return None

@@ -46,7 +46,7 @@ class RowWriter:
         eps: Float32,
         stream: Any,
     ):
-        """Strides are bytes from row to row."""
+        """Strides are bytes from row to row; count is at least 1."""
         each = self.spec.rows
         self.kernel(
             x, weight, cos, sin, slots, pool, rows, count, capacity, x_stride, cos_stride, sin_stride, pool_stride, eps

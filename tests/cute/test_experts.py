@@ -152,6 +152,8 @@ def test_memory_of_the_release() -> None:
         ({"weight_format": "e4m3_32x32"}, "sm_103a", "allowed: 'e2m1_1x32'"),
         ({"x": torch.zeros(2, 512)}, "sm_103a", "allowed: torch.bfloat16"),
         ({"x": torch.zeros(2, 480).bfloat16()}, "sm_103a", "480 and 256 values"),
+        ({"x": torch.zeros(2, 1024).bfloat16()[:, ::2]}, "sm_103a", "rows at multiples of 16 bytes"),
+        ({"x": torch.zeros(2, 516).bfloat16()[:, :512]}, "sm_103a", "rows at multiples of 16 bytes"),
     ],
 )
 def test_what_it_cannot_serve_it_says(change: dict, target: str, reason: str) -> None:
