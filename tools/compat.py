@@ -48,18 +48,28 @@ def compile_all(calls: Path, targets: list[str]) -> None:
     import triton
 
     from dscompile.targets import get_target
-    from dscompile.tuning.build import Failure, compile_jobs, first_only, plan
+    from dscompile.tuning.build import first_only, plan, template_named
+    from dscompile.tuning.disassembly import ToolError, read
+    from dscompile.tuning.offline import OfflineCompileError, compile_launch, launches_of
 
     for name in targets:
         target = get_target(name)
         jobs, failures = plan(pickle.loads(calls.read_bytes()), target, first_only)
         reasons, kernels, spills = [f"{f.call.op}: {f.reason}" for f in failures], 0, 0
-        for job, result in compile_jobs(jobs, target, 1):
-            if isinstance(result, Failure):
-                reasons.append(f"{job.template} ({job.config}): {result.reason}")
-            else:
-                kernels += len(result)
-                spills += sum(1 for built in result if built.facts.spills or built.facts.stack_bytes)
+        for job in jobs:
+            template = template_named(job.call.op, job.template)
+            for launch in launches_of(template, job.call.meta_args(), job.config, target):
+                try:
+                    kernel = compile_launch(launch, target)
+                except OfflineCompileError as error:
+                    reasons.append(str(error))
+                    continue
+                kernels += 1
+                try:
+                    facts = read(kernel.cubin)
+                    spills += bool(facts.spills or facts.stack_bytes)
+                except ToolError:  # a release may compile for more than its own disassembler knows
+                    pass
         row = {"triton": triton.__version__, "target": name, "kernels": kernels, "spilling": spills, "failed": reasons}
         print(json.dumps(row), flush=True)
 
@@ -96,7 +106,8 @@ def main() -> int:
                 {"triton": release, "target": missing[0], "kernels": 0, "failed": [f"ended {done.returncode}"]}
             )
         for row in found:
-            print(f"Triton {row['triton']}, {row['target']}: {row['kernels']} kernels, {len(row['failed'])} failed")
+            counts = f"{row['kernels']} kernels, {row.get('spilling', 0)} spilling, {len(row['failed'])} failed"
+            print(f"Triton {row['triton']}, {row['target']}: {counts}", flush=True)
             for reason in row["failed"]:
                 print(f"    {reason}")
         rows += found

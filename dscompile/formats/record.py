@@ -315,7 +315,7 @@ def _as_bytes(x: Tensor) -> Tensor:
     """[..., D] -> uint8 [..., D * itemsize], little-endian; a view unless the last dimension has gaps."""
     x = x.contiguous()
     if x.stride(-1) != 1:
-        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the strides of a tensor without elements
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a tensor without elements as it is
     return x.view(torch.uint8)
 
 

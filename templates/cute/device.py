@@ -97,6 +97,32 @@ class Device:
         )
         return ptx(text, write_only_types=[Float32], read_only_args=[code])
 
+    @staticmethod
+    def from_e4m3x2(pair: Any) -> Any:
+        """The two codes in the lowest 16 bits -> fp32."""
+        text = (
+            "{ .reg .b16 pair, a, b; .reg .b32 two; cvt.u16.u32 pair, {$r0}; cvt.rn.f16x2.e4m3x2 two, pair; "
+            "mov.b32 {a, b}, two; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }"
+        )
+        return ptx(text, write_only_types=[Float32, Float32], read_only_args=[pair])
+
+    @staticmethod
+    def from_e2m1x2(byte: Any) -> Any:
+        """The two codes in the lowest 8 bits -> fp32. sm_100a and newer."""
+        text = (
+            "{ .reg .b8 pair; .reg .b16 a, b; .reg .b32 two; cvt.u8.u32 pair, {$r0}; cvt.rn.f16x2.e2m1x2 two, pair; "
+            "mov.b32 {a, b}, two; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }"
+        )
+        return ptx(text, write_only_types=[Float32, Float32], read_only_args=[byte])
+
+    @staticmethod
+    def max_float_of_warp(value: Any) -> Any:
+        return cute.arch.warp_redux_sync(value, "fmax")
+
+    @staticmethod
+    def of_lane(value: Any, lane: int) -> Any:
+        return cute.arch.shuffle_sync(value, lane)
+
 
 def bytes_after(pointer: Any, offset: Any) -> Any:
     """An address, int64. Offsets of pools exceed 32 bits."""
@@ -118,6 +144,39 @@ def load_words(address: Any, count: int) -> list[Any]:
 
 def load_int64(address: Any) -> Any:
     return ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
+
+
+def load_two_words(address: Any) -> list[Any]:
+    code = "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
+    return list(ptx(code, write_only_types=[Int32] * 2, read_only_args=[address]))
+
+
+def store_shared(address: Any, words: list[Any]) -> None:
+    """Four words to a 16-byte aligned address of shared memory."""
+    ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+
+
+def store_shared_word(address: Any, word: Any) -> None:
+    ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def tensor_load(address: Any, columns: int) -> list[Any]:
+    """Columns of this thread's lane of tensor memory; the address names the first lane of the warp."""
+    words: list[Any] = []
+    for first in range(0, columns, 16):
+        names = ", ".join(f"{{$w{i}}}" for i in range(16))
+        code = "tcgen05.ld.sync.aligned.32x32b.x16.b32 {" + names + "}, [{$r0}];"
+        words.extend(ptx(code, write_only_types=[Int32] * 16, read_only_args=[address + first]))
+    cute.arch.fence_view_async_tmem_load()
+    return words
+
+
+def tensor_store(address: Any, words: list[Any]) -> None:
+    """16 columns of this thread's lane; done when the function is."""
+    names = ", ".join(f"{{$r{i + 1}}}" for i in range(16))
+    code = "tcgen05.st.sync.aligned.32x32b.x16.b32 [{$r0}], {" + names + "};"
+    ptx(code, read_only_args=[address, *words])
+    cute.arch.fence_view_async_tmem_store()
 
 
 def load_int32(address: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dscompile.formats.numeric import bytes_to_e2m1
+
 
 class Host:
     """fp32 and int32 tensors [..., threads]; the same names as in `device.Device`."""
@@ -105,6 +107,25 @@ class Host:
     @staticmethod
     def from_e4m3(code: Tensor) -> Tensor:
         return code.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+    @staticmethod
+    def from_e4m3x2(pair: Tensor) -> tuple[Tensor, Tensor]:
+        return Host.from_e4m3(pair & 0xFF), Host.from_e4m3((pair >> 8) & 0xFF)
+
+    @staticmethod
+    def from_e2m1x2(byte: Tensor) -> tuple[Tensor, Tensor]:
+        both = bytes_to_e2m1((byte & 0xFF).to(torch.uint8).unsqueeze(-1))
+        return both[..., 0], both[..., 1]
+
+    @staticmethod
+    def max_float_of_warp(value: Tensor) -> Tensor:
+        return Host.max_of_warp(value)
+
+    @staticmethod
+    def of_lane(value: Tensor, lane: int) -> Tensor:
+        """What every thread of a warp has in that lane."""
+        warps = value.unflatten(-1, (-1, 32))
+        return warps[..., lane : lane + 1].expand_as(warps).flatten(-2)
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dscompile.templates.triton.record import Config
 
 #: Products and sums are rounded one by one, as in the references; a fused form would differ in the last bit, and a

@@ -4,13 +4,13 @@ import pytest
 
 from dscompile import compat
 from dscompile.targets import TARGETS
-from dscompile.templates.cute import experts, rows
+from dscompile.templates.cute import attention, experts, rows
 from dscompile.templates.cute.record import STATUS, Request
 from dscompile.templates.triton.record import config
 from dscompile.tuning.cute_offline import compile_request
 from dscompile.tuning.offline import OfflineCompileError
 
-TEMPLATES = (*rows.TEMPLATES, *experts.TEMPLATES)
+TEMPLATES = (*rows.TEMPLATES, *experts.TEMPLATES, *attention.TEMPLATES)
 
 
 def unreachable() -> tuple:
