@@ -158,7 +158,7 @@ def test_unlike_rows_are_refused_before_anything_changes(shape, dtype, message):
 
 def test_cache_arguments_and_size():
     config = tiny_config()
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_tokens: 0, allowed: an int >= 1"):
         StaticV4Cache(config, 1, 0, torch.float32)
     with pytest.raises(ValueError, match="deepseek_v4"):
         StaticV4Cache(type("C", (), {"model_type": "llama"})(), 1, 8, torch.float32)
