@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench compat device clean distclean
+.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench kernel-facts compat device clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -82,6 +82,9 @@ check: lint typecheck test ## Lint, type check and tests
 bench: $(STAMP) ## Time eager, stock Inductor and dsv4 side by side (an hour or more; ARGS=--quick for a smoke test)
 	@printf '==> benchmarks/cpu.py\n'
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+kernel-facts: $(STAMP) ## Write docs/kernel_facts.md from the machine code of the kernels
+	@$(BIN)/python tools/kernel_facts.py $(ARGS)
 
 compat: $(STAMP) ## Compile the Triton templates with four releases of Triton (by hand; downloads them)
 	@printf '==> tools/compat.py\n'

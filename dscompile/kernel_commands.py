@@ -140,6 +140,7 @@ def _calls(
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="A folder that `dscompile build` made.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the kernels as a table for a document.")] = False,
 ) -> None:
     """Show what the machine code of a bundle's kernels says: registers, tensor cores, memory, floors."""
     from dscompile.tuning.bundle import Bundle
@@ -148,6 +149,9 @@ def inspect(
     rows = [row for entry in loaded.kernels.values() for row in describe(loaded, entry)]
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return
+    if markdown:
+        sys.stdout.write(markdown_table(rows))
         return
     table = Table(title=f"{loaded.target}, Triton {loaded.triton}: compiled only, never run by this command")
     for name in COLUMNS:
@@ -165,6 +169,17 @@ def inspect(
 COLUMNS = ("kernel", "op", "config", "grid", "regs", "spills", "shared", "tmem", "blocks/SM", "limit", "tensor core",
            "loads", "stores", "TMA", "read MB", "write MB", "GFLOP", "floor us", "bound by", "count")  # fmt: skip
 _TEXT = ("kernel", "op", "config", "limit", "tensor core", "bound by")
+
+
+_IN_DOCUMENTS = ("kernel", "op", "config", "regs", "spills", "shared", "tmem", "blocks/SM", "limit", "tensor core",
+                 "loads", "stores")  # fmt: skip
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """What does not depend on the launch, one line for each kernel, as Markdown."""
+    lines = dict.fromkeys("| " + " | ".join(_cell(row[name]) for name in _IN_DOCUMENTS) + " |" for row in rows)
+    head = ["| " + " | ".join(_IN_DOCUMENTS) + " |", "|" + "---|" * len(_IN_DOCUMENTS)]
+    return "\n".join([*head, *sorted(lines)]) + "\n"
 
 
 def describe(bundle: Bundle, entry: Entry) -> Iterator[dict[str, Any]]:

@@ -46,6 +46,8 @@ def test_build_and_inspect(two_calls: None, tmp_path: Path) -> None:
     assert other["grid"] == "16" and row["spills"] == 0 and row["loads"].startswith("16B")
     assert row["bound by"] == "memory" and row["floor us"] == pytest.approx(2 * 8 * 1024 * 2 / 8e12 * 1e6, rel=1e-3)
     assert row["blocks/SM"] >= 1 and row["limit"]
+    text = run("inspect", str(tmp_path / "b"), "--markdown")
+    assert text.startswith("| kernel | op |") and text.count("rms_norm_kernel") == 1  # both uses are one kernel
     table = run("inspect", str(tmp_path / "b"))
     assert "compiled only" in table and "modelled" in table and "rms_norm_kernel" in table
 

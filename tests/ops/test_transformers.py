@@ -8,42 +8,17 @@ import torch
 from torch import Tensor
 
 import dscompile.ops  # noqa: F401
+from support.v4 import tiny_config
 
 v4: Any = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 moe: Any = pytest.importorskip("transformers.integrations.moe")
-
 ops = torch.ops.dsv4
 FP32, BF16 = torch.float32, torch.bfloat16
 both = pytest.mark.parametrize("dtype", [FP32, BF16])
 
 
 def config(**change: Any) -> Any:
-    base = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "q_lora_rank": 32,
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 8,
-        "sliding_window": 8,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-        "index_n_heads": 32,
-        "index_head_dim": 16,
-        "index_topk": 2,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 4096,
-        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        "mlp_layer_types": ["hash_moe", "moe", "moe"],
-        "num_nextn_predict_layers": 0,
-    }
-    return v4.DeepseekV4Config(**(base | change))
+    return tiny_config(**({"hc_mult": 4, "hc_sinkhorn_iters": 20} | change))
 
 
 @pytest.fixture(autouse=True)
