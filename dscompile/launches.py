@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
 
-from dscompile import capture
-from dscompile.lowering.calls import value_of
+from dscompile.lowering.calls import bound
 from dscompile.lowering.gpu import TRITON_NAMESPACE
 from dscompile.lowering.template import triton_templates
 from dscompile.ops import NAMESPACE, OPS
 from dscompile.options import Options
 from dscompile.passes.engine.fxutil import layer_name
+from dscompile.passes.engine.graphs import Subgraph, subgraphs
 from dscompile.passes.engine.optable import LAYOUT, VIEWS
 from dscompile.report import GraphReport
-from dscompile.rewriting import Snapshots, layer_labels, rewrite
 from dscompile.targets import Target, get_target
 from dscompile.tuning.calls import TensorSpec
 from dscompile.tuning.offline import launches_of
-
-if TYPE_CHECKING:
-    from dscompile.passes.engine.graphs import Subgraph
+from dscompile.workload import visit_graphs
 
 _PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default))
 
@@ -39,27 +36,12 @@ def layer_launches(target: str, model: Callable[..., Any], *args: Any) -> dict[s
     found: dict[str, list[str]] = {}
     machine = get_target(target)
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        names = capture.placeholder_names(gm)
+    def visit(graph: fx.GraphModule, labels: dict[str, list[str]], entry: GraphReport) -> None:
+        for sub in subgraphs(graph):
+            for layer, kernels in _of_graph(sub, labels.get(sub.path), machine).items():
+                found.setdefault(layer, []).extend(kernels)
 
-        def inner(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            from dscompile.passes.engine.graphs import subgraphs
-
-            rewrite(graph, names, Options(target=target), GraphReport("launches"), Snapshots())
-            labels = layer_labels(graph, names)
-            for sub in subgraphs(graph):
-                for layer, kernels in _of_graph(sub, labels.get(sub.path), machine).items():
-                    found.setdefault(layer, []).extend(kernels)
-            return graph.forward  # type: ignore[no-any-return]
-
-        return capture.functionalise(gm, inputs, inner)
-
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad():
-            torch.compile(model, backend=backend, dynamic=False)(*args)
-    finally:
-        torch._dynamo.reset()
+    visit_graphs(Options(target=target), visit, model, *args)
     return found
 
 
@@ -101,12 +83,8 @@ def _template_call(node: fx.Node, target: Target) -> list[str] | None:
     name = custom._schema.name.split("::")[1].removesuffix(f"_{target.name}")
     (template,) = (t for found in triton_templates().values() for t in found if t.name == name)
     spec = OPS[template.op.removeprefix(f"{NAMESPACE}::")]
-    given = dict(node.kwargs) if wrapped else dict(zip((a.name for a in custom._schema.arguments), node.args))
-    for argument in custom._schema.arguments:
-        base = given.get(f"_{argument.name}_base_index")
-        if base is not None:
-            given[argument.name] = given["_all_bases"][base]
-    values = [value_of(given.get(a.name, a.default_value)) for a in spec.op._schema.arguments]
+    given = bound(node, custom, bool(wrapped))
+    values = [given.get(a.name, a.default_value) for a in spec.op._schema.arguments]
     args = tuple(TensorSpec.of(v).meta() if isinstance(v, torch.Tensor) else v for v in values)
     (config, *_) = template.space(spec.sizes(*args), target)
     return [launch.name for launch in launches_of(template, args, config, target)]

@@ -43,19 +43,38 @@ def capture_calls(target: str, model: Callable[..., Any], *args: Any, **kwargs: 
     found: list[tuple[str, Call]] = []
     reports: list[GraphReport] = []
 
+    def visit(graph: fx.GraphModule, labels: dict[str, list[str]], entry: GraphReport) -> None:
+        reports.append(entry)
+        for sub in subgraphs(graph):
+            for node in sub.gm.graph.nodes:
+                call = _call_of(node)
+                if call is not None:
+                    found.extend((layer, call) for layer in labels.get(sub.path) or [layer_name(node)] * sub.calls)
+
+    visit_graphs(Options(lower=False, target=target), visit, model, *args, **kwargs)
+    missing = [f"{miss.layer}: {miss.family}/{miss.pattern}: {miss.reason}" for r in reports for miss in r.misses]
+    missing += [gap for report in reports for gap in report.gaps]
+    if not reports or missing:
+        raise WorkloadError("; ".join(missing[:3]) or "the model made no graph")
+    yield from found
+
+
+def visit_graphs(
+    options: Options,
+    visit: Callable[[fx.GraphModule, dict[str, list[str]], GraphReport], None],
+    model: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Capture and run `model` once; `visit` sees every rewritten graph, the layers of its regions and its report."""
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = capture.placeholder_names(gm)
 
         def inner(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             entry = GraphReport("capture")
-            rewrite(graph, names, Options(lower=False, target=target), entry, Snapshots())
-            reports.append(entry)
-            labels = layer_labels(graph, names)
-            for sub in subgraphs(graph):
-                for node in sub.gm.graph.nodes:
-                    call = _call_of(node)
-                    if call is not None:
-                        found.extend((layer, call) for layer in labels.get(sub.path) or [layer_name(node)] * sub.calls)
+            rewrite(graph, names, options, entry, Snapshots())
+            visit(graph, layer_labels(graph, names), entry)
             return graph.forward  # type: ignore[no-any-return]
 
         return capture.functionalise(gm, inputs, inner)
@@ -66,11 +85,6 @@ def capture_calls(target: str, model: Callable[..., Any], *args: Any, **kwargs: 
             torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
-    missing = [f"{miss.layer}: {miss.family}/{miss.pattern}: {miss.reason}" for r in reports for miss in r.misses]
-    missing += [gap for report in reports for gap in report.gaps]
-    if not reports or missing:
-        raise WorkloadError("; ".join(missing[:3]) or "the model made no graph")
-    yield from found
 
 
 def _call_of(node: fx.Node) -> Call | None:

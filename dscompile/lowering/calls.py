@@ -31,7 +31,12 @@ def arguments_of(node: fx.Node, name: str, wrapped: bool) -> dict[str, Any]:
 
     Of a wrapped op the arguments that it changes are the tensors that they are views of.
     """
-    arguments = OPS[name].op._schema.arguments
+    return bound(node, OPS[name].op, wrapped)
+
+
+def bound(node: fx.Node, op: torch._ops.OpOverload, wrapped: bool) -> dict[str, Any]:
+    """`arguments_of` for a node that calls any op with a schema."""
+    arguments = op._schema.arguments
     if wrapped:
         given = dict(node.kwargs)
         for argument in arguments:
