@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dscompile.templates.triton.record import Config
 
 #: Products and sums are rounded one by one, as in the references; a fused form would differ in the last bit, and a
@@ -49,6 +51,25 @@ def record_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorder.reset(token)
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def counters(like: torch.Tensor, count: int) -> torch.Tensor:
+    """int32 [count or more] of zeros on the device of `like`, for `device.arrival`; kernels leave zeros behind.
+
+    Launches of one stream share them, so that nothing has to be cleared between kernels; a captured graph, which may
+    be replayed beside others, gets its own.
+    """
+    if like.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return like.new_zeros(count, dtype=torch.int32)
+    where = like.device.index or 0, torch.cuda.current_stream(like.device).cuda_stream
+    known = _counters.get(where)
+    if known is None or known.numel() < count:
+        size = max(1024, 1 << (count - 1).bit_length())
+        known = _counters[where] = like.new_zeros(size, dtype=torch.int32)
+    return known
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, config: Config, **constants: Any) -> None:
