@@ -6,6 +6,7 @@ reference: right and slow. Fast forms live in `dscompile.templates` and are test
 
 from dscompile.ops import (  # noqa: F401 - importing a module registers its operations
     attention,
+    attention_paged,
     compress,
     engram,
     experts,

@@ -26,45 +26,56 @@ def _validate(
     comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     rope_q: bool, window_format: str, comp_format: str,
 ) -> None:  # fmt: skip
-    _CHECK.rank("q", q, 4, "[B, T, H, D]")
-    _CHECK.dtype("q", q, FLOATS)
-    batch, tokens, heads, dim = q.shape
+    check_rest(_CHECK, q, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, cos, sin, rope_q,
+               comp_format)  # fmt: skip
+    batch, _, _, dim = q.shape
     _CHECK.rank("window_kv", window_kv, 3, "[B, S, D or packed row]")
     check_rows(_CHECK, "window_kv", window_kv, "window_format", window_format, dim)
     _CHECK.that(window_kv.shape[0] == batch, "shape of window_kv", list(window_kv.shape), f"[{batch}, S, row]")
+
+
+def check_rest(
+    check: Check, q: Tensor, q_pos: Tensor, window_start: Tensor, window: int, comp_kv: Tensor | None,
+    comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    rope_q: bool, comp_format: str,
+) -> None:  # fmt: skip
+    """The checks of all arguments but the window's rows."""
+    check.rank("q", q, 4, "[B, T, H, D]")
+    check.dtype("q", q, FLOATS)
+    batch, tokens, heads, dim = q.shape
     for name, tensor, shape in (("q_pos", q_pos, (batch, tokens)), ("window_start", window_start, (batch,))):
-        _CHECK.dtype(name, tensor, INTEGERS)
-        _CHECK.shape(name, tensor, shape)
-    _CHECK.positive("window", window)
+        check.dtype(name, tensor, INTEGERS)
+        check.shape(name, tensor, shape)
+    check.positive("window", window)
     if comp_kv is None:
-        _CHECK.that(comp_idx is None, "comp_idx", "given", "None without comp_kv")
-        _CHECK.that(n_visible is None, "n_visible", "given", "None without comp_kv")
+        check.that(comp_idx is None, "comp_idx", "given", "None without comp_kv")
+        check.that(n_visible is None, "n_visible", "given", "None without comp_kv")
     else:
-        _CHECK.rank("comp_kv", comp_kv, 3, "[B, C, D or packed row]")
-        check_rows(_CHECK, "comp_kv", comp_kv, "comp_format", comp_format, dim)
-        _CHECK.that(comp_kv.shape[0] == batch, "shape of comp_kv", list(comp_kv.shape), f"[{batch}, C, row]")
+        check.rank("comp_kv", comp_kv, 3, "[B, C, D or packed row]")
+        check_rows(check, "comp_kv", comp_kv, "comp_format", comp_format, dim)
+        check.that(comp_kv.shape[0] == batch, "shape of comp_kv", list(comp_kv.shape), f"[{batch}, C, row]")
         one = (comp_idx is None) != (n_visible is None)
         given = "both given" if comp_idx is not None else "both None"
-        _CHECK.that(one, "comp_idx and n_visible", given, "exactly one of them with comp_kv")
+        check.that(one, "comp_idx and n_visible", given, "exactly one of them with comp_kv")
     if comp_idx is not None:
-        _CHECK.rank("comp_idx", comp_idx, 3, "[B, T, K]")
-        _CHECK.dtype("comp_idx", comp_idx, INTEGERS)
-        _CHECK.shape("comp_idx", comp_idx, (batch, tokens, comp_idx.shape[2]))
+        check.rank("comp_idx", comp_idx, 3, "[B, T, K]")
+        check.dtype("comp_idx", comp_idx, INTEGERS)
+        check.shape("comp_idx", comp_idx, (batch, tokens, comp_idx.shape[2]))
     if n_visible is not None:
-        _CHECK.dtype("n_visible", n_visible, INTEGERS)
-        _CHECK.shape("n_visible", n_visible, (batch, tokens))
+        check.dtype("n_visible", n_visible, INTEGERS)
+        check.shape("n_visible", n_visible, (batch, tokens))
     if sink is not None:
-        _CHECK.dtype("sink", sink, FLOATS)
-        _CHECK.shape("sink", sink, (heads,))
-    _CHECK.that((cos is None) == (sin is None), "cos and sin", "only one given", "both or none")
+        check.dtype("sink", sink, FLOATS)
+        check.shape("sink", sink, (heads,))
+    check.that((cos is None) == (sin is None), "cos and sin", "only one given", "both or none")
     if cos is None or sin is None:
-        _CHECK.that(not rope_q, "rope_q", rope_q, "False without cos and sin")
+        check.that(not rope_q, "rope_q", rope_q, "False without cos and sin")
     else:
-        _CHECK.rank("cos", cos, 3, "[B, T, rotated // 2]")
+        check.rank("cos", cos, 3, "[B, T, rotated // 2]")
         for name, tensor in (("cos", cos), ("sin", sin)):
-            _CHECK.dtype(name, tensor, FLOATS)
-            _CHECK.shape(name, tensor, (batch, tokens, cos.shape[2]))
-        _CHECK.that(2 * cos.shape[2] <= dim, "2 * last axis of cos", 2 * cos.shape[2], f"<= head size {dim}")
+            check.dtype(name, tensor, FLOATS)
+            check.shape(name, tensor, (batch, tokens, cos.shape[2]))
+        check.that(2 * cos.shape[2] <= dim, "2 * last axis of cos", 2 * cos.shape[2], f"<= head size {dim}")
 
 
 def _gather_rows(rows: Tensor, index: Tensor, valid: Tensor, format: str, dim: int, dtype: torch.dtype) -> Tensor:
@@ -84,8 +95,13 @@ def _decode_early(rows: Tensor, format: str, reads: int, dim: int, dtype: torch.
     return decode_rows(rows, format, dim, dtype).float(), PLAIN
 
 
-def _window_index(q_pos: Tensor, window_start: Tensor, window: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Row index and validity [B, t, M] of the keys a query may see: at most `window` of the `rows` rows."""
+def _window_index(
+    q_pos: Tensor, window_start: Tensor, window: int, rows: int, there: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Row index and validity [B, t, M] of the keys a query may see: at most `window` of the `rows` rows.
+
+    there [B, rows]: which rows exist; None for all.
+    """
     start = window_start.view(-1, 1, 1)
     if rows <= window:
         index = torch.arange(rows, device=q_pos.device).expand(*q_pos.shape, rows)
@@ -94,7 +110,10 @@ def _window_index(q_pos: Tensor, window_start: Tensor, window: int, rows: int) -
     key_pos = index + start
     age = q_pos.unsqueeze(-1) - key_pos
     valid = (index >= 0) & (index < rows) & (key_pos >= 0) & (age >= 0) & (age < window)
-    return index.clamp(0, max(rows - 1, 0)), valid
+    index = index.clamp(0, max(rows - 1, 0))
+    if there is not None and rows > 0:
+        valid = valid & there.unsqueeze(1).expand(-1, index.shape[1], -1).gather(2, index)
+    return index, valid
 
 
 def attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, scale: float) -> Tensor:
@@ -131,9 +150,19 @@ def sparse_attention(
     """
     _validate(q, window_kv, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, cos, sin, rope_q,
               window_format, comp_format)  # fmt: skip
+    return over_rows(_CHECK, q, window_kv, None, q_pos, window_start, window, comp_kv, comp_idx, n_visible, sink, scale,
+                     cos, sin, rope_q, window_format, comp_format)  # fmt: skip
+
+
+def over_rows(
+    check: Check, q: Tensor, window_kv: Tensor, there: Tensor | None, q_pos: Tensor, window_start: Tensor, window: int,
+    comp_kv: Tensor | None, comp_idx: Tensor | None, n_visible: Tensor | None, sink: Tensor | None, scale: float,
+    cos: Tensor | None, sin: Tensor | None, rope_q: bool, window_format: str, comp_format: str,
+) -> Tensor:  # fmt: skip
+    """`sparse_attention` without checks of shapes. there: bool [B, S], which window rows exist; None for all."""
     batch, tokens, _, dim = q.shape
     if comp_kv is not None and comp_idx is not None:
-        _CHECK.index_range("comp_idx", comp_idx, -1, comp_kv.shape[1], "compressed rows; -1 skips")
+        check.index_range("comp_idx", comp_idx, -1, comp_kv.shape[1], "compressed rows; -1 skips")
     elif comp_kv is not None and n_visible is not None:
         rows = torch.arange(comp_kv.shape[1], device=q.device)
         comp_idx = torch.where(rows < n_visible.unsqueeze(-1), rows, -1)
@@ -151,7 +180,7 @@ def sparse_attention(
     out = torch.empty_like(q)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
-        index, valid = _window_index(q_pos[:, part], window_start, window, window_kv.shape[1])
+        index, valid = _window_index(q_pos[:, part], window_start, window, window_kv.shape[1], there)
         keys = _gather_rows(window_kv, index, valid, window_format, dim, q.dtype)
         if comp_kv is not None and comp_idx is not None:
             index = comp_idx[:, part]
@@ -172,7 +201,7 @@ def _fake(
 
 
 @costed
-def _cost(
+def cost(
     B: Any, T: Any, H: Any, D: Any, S: Any, window: Any, C: Any, K: Any, window_row_bytes: Any, comp_row_bytes: Any,
     x_bytes: Any = 2, index_bytes: Any = 8,
 ) -> Cost:  # fmt: skip
@@ -205,5 +234,5 @@ define(
     "sparse_attention(Tensor q, Tensor window_kv, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, "
     "Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, "
     "str window_format, str comp_format) -> Tensor",
-    family="attention", reference=sparse_attention, fake=_fake, cost=_cost, sizes=_sizes,
+    family="attention", reference=sparse_attention, fake=_fake, cost=cost, sizes=_sizes,
 )  # fmt: skip

@@ -20,13 +20,15 @@ from dscompile.tuning.calls import Call, TensorSpec
 # op -> {argument: the argument that names its format}
 _FORMATS = {
     "sparse_attention": {"window_kv": "window_format", "comp_kv": "comp_format"},
+    "sparse_attention_paged": {"window_pool": "window_format", "comp_kv": "comp_format"},
     "index_topk": {"keys": "key_format"},
     "index_topk_candidates": {"keys": "key_format"},
     "gather_rows": {"rows": "format"},
     "unpack_used": {"rows": "format"},
     "unpack": {"rows": "format"},
 }
-_WIDTH = {"sparse_attention": "q", "index_topk": "q", "index_topk_candidates": "q"}  # whose last axis is a row's length
+# The argument whose last axis is a row's length
+_WIDTH = {"sparse_attention": "q", "sparse_attention_paged": "q", "index_topk": "q", "index_topk_candidates": "q"}
 _ROWS = 4096  # packed rows that are made; a larger pool repeats them
 
 
@@ -112,7 +114,8 @@ def _full(value: Callable[[dict[str, Any]], int]) -> Callable[..., Tensor]:
 
 def _last_positions(spec: TensorSpec, given: dict[str, Any], generator: torch.Generator) -> Tensor:
     """Of the newest tokens: the last of them reads the newest of the window's rows."""
-    return (given["window_kv"].shape[1] - spec.shape[-1] + torch.arange(spec.shape[-1])).expand(spec.shape)
+    rows = given["window_slots"] if "window_slots" in given else given["window_kv"]
+    return (rows.shape[1] - spec.shape[-1] + torch.arange(spec.shape[-1])).expand(spec.shape)
 
 
 def _angle(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -129,7 +132,10 @@ _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("*", "slots"): _below(lambda given: given["pool"].shape[0]),
     ("*", "n_visible"): _full(lambda given: (given.get("keys") or given["comp_kv"]).shape[1]),
     ("sparse_attention", "q_pos"): _last_positions,
+    ("sparse_attention_paged", "q_pos"): _last_positions,
+    ("sparse_attention_paged", "window_slots"): _below(lambda given: given["window_pool"].shape[0]),
     ("sparse_attention", "comp_idx"): _below(lambda given: given["comp_kv"].shape[1]),
+    ("sparse_attention_paged", "comp_idx"): _below(lambda given: given["comp_kv"].shape[1]),
     ("gather_rows", "indices"): _below(lambda given: given["rows"].shape[1]),
     ("unpack_used", "indices"): _below(lambda given: given["rows"].shape[1]),
     ("experts", "indices"): _below(lambda given: given["w13"].shape[0]),

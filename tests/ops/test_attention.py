@@ -275,3 +275,49 @@ def test_arguments_are_checked() -> None:
     fails(IndexError, r"comp_idx is 5; allowed: -1 <= comp_idx < 5", comp_kv=kv, comp_idx=index + 5)
     fails(IndexError, r"comp_idx is -2; allowed", comp_kv=kv, comp_idx=index - 2)
     fails(TypeError, r"dtype of q_pos is torch.float32", q_pos=torch.zeros(1, 2))
+
+
+def test_window_rows_of_a_pool() -> None:
+    """Slots in any order, shared rows, and -1: the keys that are left, each where it stands, as a list of window rows
+    in which the others are too old or too new to be seen."""
+    pool, q = torch.randn(11, 8), torch.randn(2, 3, 2, 8)
+    pool[10] = NAN
+    slots = torch.tensor([[3, -1, 3, 0, 9, -1], [-1, 8, 7, -1, -1, 1]])
+    pos, start, sink = torch.tensor([[4, 5, 6], [2, 3, 9]]), torch.tensor([1, -2]), torch.randn(2)
+    comp, picks = torch.randn(2, 4, 8), torch.randint(-1, 4, (2, 3, 2))
+    rest = (comp, picks, None, sink, 0.3, None, None, False, "none", "none")
+    for window in (2, 4, 20):
+        got = ops.sparse_attention_paged(q, pool, slots, pos, start, window, *rest)
+        for b in range(2):
+            for t in range(3):
+                at = [int(slots[b, j]) for j in range(6)
+                      if start[b] + j >= 0 and 0 <= pos[b, t] - start[b] - j < window and slots[b, j] >= 0]  # fmt: skip
+                keys = torch.cat((pool[at], comp[b, picks[b, t][picks[b, t] >= 0]])).double()
+                z = q[b, t].double() @ keys.T * 0.3
+                p = torch.cat((z, sink.double()[:, None]), 1).softmax(1)[:, :-1]
+                torch.testing.assert_close(got[b, t].double(), p @ keys, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pool_without_visible_rows() -> None:
+    q, pos, start = torch.randn(1, 2, 3, 8), torch.tensor([[1, 2]]), torch.tensor([0])
+    rest = (4, None, None, None, None, 0.3, None, None, False, "none", "none")
+    for pool in (torch.empty(0, 8), torch.full((3, 8), NAN)):
+        out = ops.sparse_attention_paged(q, pool, torch.full((1, 5), -1), pos, start, *rest)
+        assert torch.equal(out, torch.zeros_like(q))
+    out = ops.sparse_attention_paged(q, torch.randn(3, 8), torch.empty(1, 0, dtype=torch.long), pos, start, *rest)
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_a_pool_checks_its_arguments() -> None:
+    q, pool = torch.randn(1, 2, 3, 8), torch.randn(3, 8)
+    slots, pos, start = torch.zeros(1, 5, dtype=torch.long), torch.tensor([[1, 2]]), torch.tensor([0])
+    rest = (4, None, None, None, None, 0.3, None, None, False, "none", "none")
+    for bad in (3, -2):
+        with pytest.raises(IndexError, match=rf"sparse_attention_paged: window_slots is {bad}; allowed: -1 <= .* < 3"):
+            ops.sparse_attention_paged(q, pool, slots.index_fill(1, torch.tensor([2]), bad), pos, start, *rest)
+    with pytest.raises(ValueError, match=r"shape of window_slots is \[2, 5\]; allowed: \[1, S\]"):
+        ops.sparse_attention_paged(q, pool, slots.repeat(2, 1), pos, start, *rest)
+    with pytest.raises(ValueError, match=r"shape of window_pool is \[3, 7\]"):
+        ops.sparse_attention_paged(q, pool[:, :7], slots, pos, start, *rest)
+    with pytest.raises(TypeError, match=r"dtype of window_slots is torch.float32"):
+        ops.sparse_attention_paged(q, pool, slots.float(), pos, start, *rest)

@@ -34,6 +34,7 @@ compress(Tensor kv, Tensor gate, Tensor? ape, Tensor? prior_kv, Tensor? prior_ga
 index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending, bool newest=False) -> Tensor
 index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
 sparse_attention(Tensor q, Tensor window_kv, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, str window_format, str comp_format) -> Tensor
+sparse_attention_paged(Tensor q, Tensor window_pool, Tensor window_slots, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, str window_format, str comp_format) -> Tensor
 grouped_output(Tensor o, Tensor wo_a, Tensor wo_b) -> Tensor
 engram_gather(Tensor table, Tensor? scales, Tensor rows, ScalarType dtype) -> Tensor
 engram_gate(Tensor streams, Tensor key, Tensor value, Tensor q_weight, Tensor k_weight, Tensor? mask, float eps) -> Tensor
@@ -119,6 +120,12 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
                               torch.randint(-1, 6, (2, n)), None, 0.2, None, None, False, "none", "none")),
         ("sparse_attention", (rand(2, n, 3, 32), rand(2, 7, 32), pos, start, 4, None, None, None, rand(3), 0.2, bcos,
                               bsin, False, "none", "none")),
+        ("sparse_attention_paged", (rand(2, n, 3, 32, dtype=BF16), packed(9, 32, format="fp8_g32_ue8m0"),
+                                    torch.randint(-1, 9, (2, 7)), pos, start, 4,
+                                    packed(2, 5, 32, format="fp4_g16_e4m3"), index, None, rand(3), 0.2, bcos, bsin,
+                                    True, "fp8_g32_ue8m0", "fp4_g16_e4m3")),
+        ("sparse_attention_paged", (rand(2, n, 3, 32), rand(9, 32), torch.randint(-1, 9, (2, 7)).int(), pos, start, 9,
+                                    None, None, None, None, 0.2, None, None, False, "none", "none")),
         ("grouped_output", (rand(2, n, 2, 12), rand(2, 5, 12), rand(16, 10))),
         # as bytes: opcheck itself cannot multiply float8 tensors
         ("engram_gather", (rand(11, 64).to(torch.float8_e4m3fn).view(torch.uint8), torch.randint(120, 130, (11, 2),
