@@ -14,6 +14,8 @@ from dscompile.ops import (  # noqa: F401 - importing a module registers its ope
     gather,
     index,
     mhc,
+    moe,
+    moe_packed,
     norm,
     output,
     quant,

@@ -126,6 +126,16 @@ def _angle(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return rule
 
 
+def _bytes(low: int, high: int) -> Callable[..., Tensor]:
+    return lambda spec, given, generator: torch.randint(low, high, _leading(spec.shape), generator=generator)
+
+
+_EXPERTS = ("experts", "experts_packed", "moe", "moe_packed")
+# op -> its stored weights, each with an argument of scales
+_STORED = {
+    "experts_packed": ("w13", "w2"),
+    "moe_packed": ("w13", "w2", "shared_gate", "shared_up", "shared_down"),
+}
 _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("*", "cos"): _angle(torch.cos),
     ("*", "sin"): _angle(torch.sin),
@@ -138,16 +148,12 @@ _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("sparse_attention_paged", "comp_idx"): _below(lambda given: given["comp_kv"].shape[1]),
     ("gather_rows", "indices"): _below(lambda given: given["rows"].shape[1]),
     ("unpack_used", "indices"): _below(lambda given: given["rows"].shape[1]),
-    ("experts", "indices"): _below(lambda given: given["w13"].shape[0]),
-    ("experts_packed", "indices"): _below(lambda given: given["w13"].shape[0]),
-    ("experts", "weights"): lambda spec, given, g: torch.rand(spec.shape, generator=g),
-    ("experts_packed", "weights"): lambda spec, given, g: torch.rand(spec.shape, generator=g),
+    **{(op, "indices"): _below(lambda given: given["w13"].shape[0]) for op in _EXPERTS},
+    **{(op, "weights"): lambda spec, given, g: torch.rand(spec.shape, generator=g) for op in _EXPERTS},
     ("router", "forced_indices"): _below(lambda given: given["weight"].shape[0]),
     ("engram_gather", "rows"): _below(lambda given: given["table"].shape[0]),
     # Scales of stored weights: small powers of two, as UE8M0 bytes.
-    ("experts_packed", "w13_scale"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
-    ("experts_packed", "w2_scale"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
-    ("experts_packed", "w13"): lambda spec, given, g: torch.randint(0, 127, _leading(spec.shape), generator=g),
-    ("experts_packed", "w2"): lambda spec, given, g: torch.randint(0, 127, _leading(spec.shape), generator=g),
-    ("engram_gather", "scales"): lambda spec, given, g: torch.randint(118, 124, _leading(spec.shape), generator=g),
+    **{(op, f"{name}_scale"): _bytes(118, 124) for op, names in _STORED.items() for name in names},
+    **{(op, name): _bytes(0, 127) for op, names in _STORED.items() for name in names},
+    ("engram_gather", "scales"): _bytes(118, 124),
 }

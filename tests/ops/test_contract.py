@@ -30,6 +30,8 @@ sinkhorn(Tensor logits, int iters, float eps) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? forced_indices, int top_k, str score_fn, bool normalize, float norm_eps, float scale, bool fp32) -> (Tensor weights, Tensor indices)
 experts(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, float limit, bool weight_before_down, ScalarType out_dtype) -> Tensor
 experts_packed(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, float limit, str weight_format, ScalarType out_dtype) -> Tensor
+moe(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, Tensor shared_gate, Tensor shared_up, Tensor shared_down, float limit, bool weight_before_down, ScalarType routed_dtype, Tensor? streams, Tensor? post, Tensor? comb, bool fp32) -> Tensor
+moe_packed(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor shared_gate, Tensor shared_gate_scale, Tensor shared_up, Tensor shared_up_scale, Tensor shared_down, Tensor shared_down_scale, float limit, str weight_format, ScalarType routed_dtype, Tensor? streams, Tensor? post, Tensor? comb, bool fp32) -> Tensor
 compress(Tensor kv, Tensor gate, Tensor? ape, Tensor? prior_kv, Tensor? prior_gate, bool overlap) -> Tensor
 index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending, bool newest=False) -> Tensor
 index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
@@ -102,6 +104,18 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
                             octets(4, 32, 16), octets(4, 32, 1), 10.0, "e2m1_1x32", FP32)),
         ("experts_packed", (rand(n, 64, dtype=BF16), indices, rand(n, 2), octets(4, 64, 64), octets(4, 2, 2),
                             octets(4, 64, 32), octets(4, 2, 1), 0.0, "e4m3_32x32", BF16)),
+        ("moe", (rand(n, 16, dtype=BF16), indices, rand(n, 2), rand(4, 24, 16, dtype=BF16),
+                 rand(4, 16, 12, dtype=BF16), *[rand(20, 16, dtype=BF16) for _ in range(2)], rand(16, 20, dtype=BF16),
+                 10.0, True, FP32, rand(n, 4, 16, dtype=BF16), rand(n, 4), rand(n, 4, 4), True)),
+        ("moe", (rand(n, 16), indices, rand(n, 2), rand(4, 24, 16), rand(4, 16, 12), rand(12, 16), rand(12, 16),
+                 rand(16, 12), 0.0, False, FP32, None, None, None, True)),
+        ("moe_packed", (rand(n, 32, dtype=BF16), indices, rand(n, 2), octets(4, 64, 16), octets(4, 64, 1),
+                        octets(4, 32, 16), octets(4, 32, 1), octets(64, 32), octets(2, 1), octets(64, 32),
+                        octets(2, 1), octets(32, 64), octets(1, 2), 10.0, "e2m1_1x32", FP32,
+                        rand(n, 4, 32, dtype=BF16), rand(n, 4), rand(n, 4, 4), False)),
+        ("moe_packed", (rand(n, 64, dtype=BF16), indices, rand(n, 2), octets(4, 64, 64), octets(4, 2, 2),
+                        octets(4, 64, 32), octets(4, 2, 1), octets(32, 64), octets(1, 2), octets(32, 64),
+                        octets(1, 2), octets(64, 32), octets(2, 1), 0.0, "e4m3_32x32", BF16, None, None, None, True)),
         ("compress", (rand(2, n, 3, 8), rand(2, n, 3, 8), rand(3, 8), None, None, False)),
         ("compress", (rand(2, n, 3, 8, dtype=BF16), rand(2, n, 3, 8, dtype=BF16), rand(3, 8), rand(2, 3, 4),
                       rand(2, 3, 4), True)),
