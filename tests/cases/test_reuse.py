@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dscompile.miniatures import token_ids, v41_model
 from dscompile.models.deepseek_v41 import DeepseekV41Cache, DeepseekV41Config, DeepseekV41ForCausalLM
 from dscompile.models.deepseek_v41.hyper import hc_collapse
-from dscompile.models.deepseek_v41.plan import clean_positions, plan_window
+from dscompile.models.deepseek_v41.plan import clean_positions, plan_window_rows
 from dscompile.models.deepseek_v41.rope import rope_table
 
 BATCH, CAPACITY = 2, 32
@@ -39,7 +39,7 @@ class Stage(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         model = self.model
         positions = clean_positions(positions, cache.max_tokens)
-        window = plan_window(positions, model.config.sliding_window)
+        window = plan_window_rows(positions, model.config.sliding_window)
         far = rope_table(positions, model.compressed_frequencies)
         groups = {ratio: model.plan_ratio(positions, ratio, cache) for ratio in (1, 2)}
         indices = chosen

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window
+from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
 
 MAX_TOKENS = 40
 
@@ -74,3 +74,20 @@ def test_clean_positions(rows: list[list[int]]) -> None:
         while kept < 5 and row[kept] == row[0] + kept and 0 <= row[kept] < 12:
             kept += 1
         assert got == row[:kept] + [-1] * (5 - kept)
+
+
+@settings(max_examples=40)
+@given(ROWS, st.integers(1, 9))
+def test_a_single_token_reads_the_ring_behind_its_own_store(rows: list[tuple[int, int]], width: int) -> None:
+    positions = positions_of(rows, 1)
+    plan = plan_window_rows(positions, width)
+    ring = torch.full((len(rows) * width + 1,), -1)
+    for b, (position,) in enumerate(positions.tolist()):
+        for past in range(max(0, position - width), max(0, position)):
+            ring[b * width + past % width] = past
+    ring[plan.write] = positions.flatten()
+    for row, (position,) in zip(ring[plan.read].tolist(), positions.tolist()):
+        if position >= 0:
+            assert row == [p if p >= 0 else -1 for p in range(position - width + 1, position + 1)]
+    chunk = positions_of(rows, 3)
+    assert torch.equal(plan_window_rows(chunk, width).read, plan_window(chunk, width).read)

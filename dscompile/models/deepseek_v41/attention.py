@@ -34,6 +34,23 @@ def window_index(positions: Tensor, window: int) -> Tensor:
     return torch.where(visible, row, -1)
 
 
+def ring_index(positions: Tensor, window: int) -> Tensor:
+    """Clean positions [B, 1] -> int64 [B, 1, window]: which of the last `window` rows, its own included, a token sees.
+
+    Row j has position `positions - window + 1 + j`; -1 for those before the start of the sequence.
+    """
+    row = torch.arange(window, device=positions.device)
+    query = positions.unsqueeze(-1)
+    key = query - window + (row + 1)
+    visible = (key >= 0) & (key <= query) & (query - key < window)
+    return torch.where(visible, row, -1)
+
+
+def visible_window(rows: Tensor, positions: Tensor, window: int) -> Tensor:
+    """The index of `Attention.window_rows` that each token sees, int64 [B, T, window]."""
+    return (ring_index if rows.shape[1] == window else window_index)(positions, window)
+
+
 def attend(q: Tensor, kv: Tensor, index: Tensor, sink: Tensor, scale: float) -> Tensor:
     """q [B, T, H, D], kv [B, S, D], index int64 [B, T, K] into S (-1 = skip), sink [H] -> [B, T, H, D] in q's dtype.
 
@@ -51,9 +68,9 @@ def attend(q: Tensor, kv: Tensor, index: Tensor, sink: Tensor, scale: float) -> 
 
 
 def attend_window(q: Tensor, window_rows: Tensor, positions: Tensor, window: int, sink: Tensor, scale: float) -> Tensor:
-    """`attend` to the packed window rows uint8 [B, window + T, row_bytes] (history, then the chunk) alone."""
+    """`attend` to the packed window rows (`Attention.window_rows`) alone."""
     kv = WINDOW_FORMAT.unpack(window_rows, q.shape[-1], q.dtype)
-    return attend(q, kv, window_index(positions, window), sink, scale)
+    return attend(q, kv, visible_window(window_rows, positions, window), sink, scale)
 
 
 def attend_sparse(
@@ -73,7 +90,7 @@ def attend_sparse(
     recent = WINDOW_FORMAT.unpack(window_rows, q.shape[-1], q.dtype)
     distant = COMPRESSED_FORMAT.unpack(compressed_rows, q.shape[-1], q.dtype)
     chosen = torch.where(indices >= 0, indices + recent.shape[1], -1)
-    index = torch.cat((window_index(positions, window), chosen), -1)
+    index = torch.cat((visible_window(window_rows, positions, window), chosen), -1)
     return attend(q, torch.cat((recent, distant), 1), index, sink, scale)
 
 
@@ -109,9 +126,13 @@ class Attention(nn.Module):
     def window_rows(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, read: Tensor, write: Tensor) -> Tensor:
         """Packed window rows uint8 [B, window + T, row_bytes]: the history from `pool`, then the chunk's own.
 
-        The history is read before the chunk's last `window` rows are stored over it.
+        The history is read before the chunk's last `window` rows are stored over it. A single token is stored first
+        and the ring is read as it lies, [B, window, row_bytes] with the token's own row at the end.
         """
         chunk = WINDOW_FORMAT.pack(apply_rope(self.kv_norm(self.wkv(x)), cos, sin))
+        if x.shape[1] == 1:
+            store_rows(pool, write, chunk)
+            return read_rows(pool, read)
         rows = torch.cat((read_rows(pool, read), chunk), 1)
         store_rows(pool, write, chunk)
         return rows

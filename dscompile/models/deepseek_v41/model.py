@@ -29,7 +29,7 @@ from dscompile.models.deepseek_v41.hyper import hc_collapse
 from dscompile.models.deepseek_v41.init import initialise
 from dscompile.models.deepseek_v41.linear import Linear, frozen
 from dscompile.models.deepseek_v41.norm import RMSNorm
-from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window
+from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
 from dscompile.models.deepseek_v41.rope import compressed_frequencies, rope_table, window_frequencies
 
 Weights = Literal["dequantised", "packed"]
@@ -127,7 +127,7 @@ class DeepseekV41ForCausalLM(nn.Module):
         """
         check_inputs(self.config, input_ids, positions, cache)
         positions = clean_positions(positions, cache.max_tokens)
-        window = plan_window(positions, self.config.sliding_window)
+        window = plan_window_rows(positions, self.config.sliding_window)
         near = rope_table(positions, self.window_frequencies)
         far = rope_table(positions, self.compressed_frequencies)
         groups = {ratio: self.plan_ratio(positions, ratio, cache) for ratio in sorted(set(cache.ratios.values()))}

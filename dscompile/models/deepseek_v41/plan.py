@@ -14,7 +14,7 @@ from torch import Tensor
 class WindowPlan(NamedTuple):
     """A ring of `width` rows per sequence: row `pos % width` holds position `pos`."""
 
-    read: Tensor  # int64 [B, width]: rows of the `width` positions before the chunk, oldest first
+    read: Tensor  # int64 [B, width]: rows of `width` positions, oldest first; which ones, says who made the plan
     write: Tensor  # int64 [B * T]: row of each token; scratch unless it is among its row's last `width`
 
 
@@ -39,7 +39,10 @@ def clean_positions(positions: Tensor, max_tokens: int) -> Tensor:
 
 
 def plan_window(positions: Tensor, width: int) -> WindowPlan:
-    """Clean positions [B, T] -> the plan of a ring of `width` rows per sequence (pool of B * width + 1 rows)."""
+    """Clean positions [B, T] -> the plan of a ring of `width` rows per sequence (pool of B * width + 1 rows).
+
+    `read` names the positions before the chunk.
+    """
     batch = positions.shape[0]
     base = torch.arange(batch, device=positions.device).unsqueeze(1) * width
     back = torch.arange(-width, 0, device=positions.device)
@@ -48,6 +51,20 @@ def plan_window(positions: Tensor, width: int) -> WindowPlan:
     kept = (positions >= 0) & (positions > last - width)
     write = torch.where(kept, base + torch.remainder(positions, width), batch * width)
     return WindowPlan(read, write.flatten())
+
+
+def plan_window_rows(positions: Tensor, width: int) -> WindowPlan:
+    """The plan of the attention window, a ring like `plan_window`'s.
+
+    A single token sees what the ring holds once the token is stored: then `read` names the last `width` positions, the
+    token's own included. A chunk's early tokens see rows that its later ones replace: `read` is of what was before it.
+    """
+    plan = plan_window(positions, width)
+    if positions.shape[1] > 1:
+        return plan
+    base = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1) * width
+    back = torch.arange(1 - width, 1, device=positions.device)
+    return WindowPlan(base + torch.remainder(positions + back, width), plan.write)
 
 
 def plan_groups(positions: Tensor, ratio: int, capacity: int) -> GroupPlan:
