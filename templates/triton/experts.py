@@ -18,24 +18,12 @@ from torch import Tensor
 
 from dscompile.targets import Target
 from dscompile.templates.triton.device.gemm import clamped_silu, product, product_pair, rounded
+from dscompile.templates.triton.device.moe import pair_sum, tile_of
 from dscompile.templates.triton.expert_sort import sort_pairs
 from dscompile.templates.triton.launching import launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
 MOST_EXPERTS = 4095
-
-
-@triton.jit
-def tile_of(tiles, rows, TILES, BLOCK_T: tl.constexpr):
-    """(expert or -1, slots, alive, pairs) of the tile of program axis 1; slots, alive and pairs are [BLOCK_T]."""
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile)
-    begin = tl.load(tiles + TILES + tile, mask=expert >= 0, other=0)
-    end = tl.load(tiles + 2 * TILES + tile, mask=expert >= 0, other=0)
-    slot = begin + tl.arange(0, BLOCK_T)
-    alive = slot < end
-    pair = tl.load(rows + slot, mask=alive, other=0)
-    return expert, slot.to(tl.int64), alive, pair
 
 
 @triton.jit
@@ -45,7 +33,7 @@ def expert_up_kernel(
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """act[slot] = clamped_silu(x w1^T, x w3^T), with BEFORE in fp32 and times the pair's weight; act [slots, INNER]."""
-    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    expert, slot, alive, pair = tile_of(tiles, rows, tl.program_id(1), TILES, BLOCK_T)
     if expert < 0:
         return
     inner = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -71,7 +59,7 @@ def expert_down_kernel(
     D: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """results[pair] = act[slot] w2^T: [pairs, D], rounded to its dtype."""
-    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    expert, slot, alive, pair = tile_of(tiles, rows, tl.program_id(1), TILES, BLOCK_T)
     if expert < 0:
         return
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -88,27 +76,11 @@ def combine_kernel(
     K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BEFORE: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over j of results[n k + j] (times the weight if not BEFORE), j rising, in fp32.
-
-    A pair without an expert adds nothing: its row of `results` was never written. ROUND: as if the addends and the sum
-    were of the dtype of `results`.
-    """
+    """out[n] = the `pair_sum` of its pairs."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < D
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    for j in tl.static_range(K):
-        pair = row * K + j
-        index = tl.load(indices + pair + tl.arange(0, 1)).to(tl.int64)  # [1]: the same for all columns
-        has = (index >= 0) & (index < EXPERTS)
-        value = tl.load(results + pair * D + column, mask=inside & has, other=0.0).to(tl.float32)
-        if not BEFORE:
-            value = value * tl.load(weights + pair + tl.arange(0, 1), mask=has, other=0.0).to(tl.float32)
-            if ROUND:
-                value = rounded(value, results.dtype.element_ty)
-        total += value
-    if ROUND:
-        total = rounded(total, results.dtype.element_ty)
+    total = pair_sum(results, indices, weights, row, column, inside, K, D, EXPERTS, BEFORE, ROUND, BLOCK_D)
     tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=inside)
 
 

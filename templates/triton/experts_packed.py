@@ -19,6 +19,7 @@ from torch import Tensor
 from dscompile.targets import Target
 from dscompile.templates.triton.device.formats import divide_by_scales, e4m3_bytes, scales_of
 from dscompile.templates.triton.device.gemm import clamped_silu, rounded
+from dscompile.templates.triton.device.moe import tile_of
 from dscompile.templates.triton.device.packed import packed_product
 from dscompile.templates.triton.expert_sort import (
     BLOCK,
@@ -30,7 +31,7 @@ from dscompile.templates.triton.expert_sort import (
     sort_pairs,
     sorted_buffers,
 )
-from dscompile.templates.triton.experts import MOST_EXPERTS, combine, tile_of, tokens_of_an_expert
+from dscompile.templates.triton.experts import MOST_EXPERTS, combine, tokens_of_an_expert
 from dscompile.templates.triton.launching import interpreting, launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
@@ -95,7 +96,7 @@ def packed_up_kernel(
 ):  # fmt: skip
     """act[slot] = the quantised clamped_silu(x w1^T, x w3^T) * weight; sums and product are rounded to the type of
     `kind`, which is never accessed."""
-    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    expert, slot, alive, pair = tile_of(tiles, rows, tl.program_id(1), TILES, BLOCK_T)
     if expert < 0:
         return
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
@@ -129,7 +130,7 @@ def packed_down_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """results[pair] = act[slot] w2^T: [pairs, D], rounded to its dtype."""
-    expert, slot, alive, pair = tile_of(tiles, rows, TILES, BLOCK_T)
+    expert, slot, alive, pair = tile_of(tiles, rows, tl.program_id(1), TILES, BLOCK_T)
     if expert < 0:
         return
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
