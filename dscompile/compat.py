@@ -11,9 +11,11 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -212,3 +214,67 @@ def _pointer(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _Pointer(value.dtype, int(value.storage_offset()) * value.element_size())
+
+
+# Tools of the CUDA binary utilities that Triton carries and finds: assemblers, and what reads their output.
+PTXAS = ("ptxas", "ptxas_blackwell")
+READERS = ("cuobjdump", "nvdisasm")
+
+
+class ToolMissingError(RuntimeError):
+    """Triton finds no such tool that runs; the message names it and where it was looked for."""
+
+
+def tool(name: str) -> tuple[str, str]:
+    """(path, CUDA release) of a tool as Triton finds it: an override that runs, else its own."""
+    import triton
+
+    try:
+        found = getattr(triton.knobs.nvidia, name)
+        return str(found.path), str(found.version)
+    except (RuntimeError, OSError) as error:  # "Cannot find ptxas", or the override cannot be started
+        override = tool_override(name)
+        own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name.replace("_", "-")
+        places = [f"{tool_variable(name)}={override}"] if override is not None else []
+        raise ToolMissingError(
+            f"{name.replace('_', '-')} does not run ({', '.join([*places, str(own)])}: {error})"
+        ) from error
+
+
+def tool_variable(name: str) -> str:
+    """The environment variable that overrides a tool."""
+    return f"TRITON_{name.upper()}_PATH"
+
+
+def tool_override(name: str) -> str | None:
+    """What the variable says, None if it is not set."""
+    return os.environ.get(tool_variable(name)) or None
+
+
+def ptxas_for(arch: int) -> str:
+    """Which of `PTXAS` this release of Triton assembles with for an architecture such as 103."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        path = str(compiler.get_ptxas(arch).path)
+        return "ptxas_blackwell" if path == tool("ptxas_blackwell")[0] else "ptxas"
+    except ToolMissingError:
+        return "ptxas"
+    except (RuntimeError, OSError) as error:  # the one it asked for does not run
+        given = tool_override("ptxas_blackwell")
+        named = "blackwell" in str(error) or (given is not None and given in str(error))
+        return "ptxas_blackwell" if named else "ptxas"
+
+
+def ptx_version(arch: int) -> int:
+    """The version of PTX that Triton writes for an architecture, 94 for 9.4."""
+    from triton.backends.nvidia import compiler
+
+    return int(compiler.ptx_get_version(tool(ptxas_for(arch))[1]))
+
+
+def triton_cache() -> Path:
+    """The folder of Triton's cache of compiled kernels."""
+    import triton
+
+    return Path(os.fspath(triton.knobs.cache.dir))

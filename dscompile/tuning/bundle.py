@@ -10,7 +10,6 @@ without a compiler. Machine code is named by what it was made from: equal kernel
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -168,7 +167,7 @@ class Bundle:
             raise BundleError(
                 f"{self.folder} was built with Triton {self.triton} and this is {here}: build it again with {here}"
             )
-        root = Path(cache) if cache is not None else _triton_cache()
+        root = Path(cache) if cache is not None else compat.triton_cache()
         return sum(self._install(entry, root / entry.cache_key) for entry in self.kernels.values())
 
     def _install(self, entry: Entry, place: Path) -> bool:
@@ -198,12 +197,6 @@ class Bundle:
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return True
-
-
-def _triton_cache() -> Path:
-    import triton
-
-    return Path(os.fspath(triton.knobs.cache.dir))
 
 
 def _readable(built: Built) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import platformdirs
 
+from dscompile import compat
+
 KINDS = ("measured", "modelled")
 SCHEMA = 1
 
@@ -90,6 +92,19 @@ def shipped_paths() -> list[Path]:
     return sorted((Path(__file__).parent / "shipped").glob("*.jsonl"))
 
 
+def distance(one: Key, other: Key) -> tuple[int, int] | None:
+    """How far apart the releases of Triton of two keys are, to be compared only; the newer of two is the closer.
+
+    None where one of them names no release.
+    """
+    try:
+        a, b = (compat.parse_version(key.triton) for key in (one, other))
+    except ValueError:
+        return None
+    number = [(major * 1000 + minor) * 1000 + patch for major, minor, patch in (a, b)]
+    return abs(number[0] - number[1]), -number[0]
+
+
 class Database:
     """A file of records, safe to use from many processes; `path` None is one in memory."""
 
@@ -152,6 +167,15 @@ class Database:
             for record in self.records(**given, kind=kind):
                 return record
         return None
+
+    def nearest(self, key: Key) -> Record | None:
+        """The quickest modelled config for what differs from `key` only in Triton's release: of the release closest by.
+
+        What was measured with another release says nothing certain about this one's code, so it is not asked.
+        """
+        given = {name: value for name, value in asdict(key).items() if name not in ("driver", "triton")}
+        found = [record for record in self.records(**given, kind="modelled") if distance(record.key, key) is not None]
+        return min(found, key=lambda record: distance(record.key, key) or (0, 0), default=None)
 
     def known(self, key: Key, kind: str) -> set[str]:
         """Configs that have a record of that kind under exactly this key: what an interrupted run need not repeat."""

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dscompile import compat
+
 # SASS mnemonics of products in tensor cores, and what they are
 TENSOR_CORE = {
     "UTCOMMA": "tcgen05 block-scaled FP4", "UTCQMMA": "tcgen05 FP8/FP4 mixed", "UTCHMMA": "tcgen05 16-bit",
@@ -87,17 +89,11 @@ def parse(usage: str, sass: str) -> Facts:
     )  # fmt: skip
 
 
-def _tool(name: str) -> str:
-    import triton
-
-    path = getattr(triton.knobs.nvidia, name).path
-    if not Path(path).is_file():
-        raise ToolError(f"{name} not found at {path}; Triton's wheel carries one, unset TRITON_{name.upper()}_PATH")
-    return str(path)
-
-
 def _run(name: str, *arguments: str) -> str:
-    tool = _tool(name)
+    try:
+        tool, _ = compat.tool(name)
+    except compat.ToolMissingError as error:
+        raise ToolError(f"{error}; unset {compat.tool_variable(name)}, or install Triton again") from error
     try:
         done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=120)
     except OSError as error:

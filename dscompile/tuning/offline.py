@@ -13,6 +13,7 @@ from dscompile import compat
 from dscompile.targets import Target
 from dscompile.templates.triton.launching import OPTIONS, Launch, record_launches
 from dscompile.templates.triton.record import Config, TritonTemplate
+from dscompile.tuning import toolchain
 
 
 class OfflineCompileError(RuntimeError):
@@ -86,6 +87,10 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
         raise OfflineCompileError(f"target {target.name!r} is no GPU")
     if triton.knobs.runtime.interpret:
         raise OfflineCompileError("TRITON_INTERPRET is set: kernels of this process run in the interpreter")
+    try:
+        toolchain.require(target)
+    except toolchain.ToolchainError as error:
+        raise OfflineCompileError(str(error)) from error
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, **OPTIONS}
     major, minor = target.capability
     gpu = GPUTarget("cuda", 10 * major + minor, 32)

@@ -16,7 +16,7 @@ from dscompile import compat
 from dscompile.ops import NAMESPACE
 from dscompile.targets import Target
 from dscompile.templates.triton.record import Config, TritonTemplate
-from dscompile.tuning.database import Database, Key, Record, bucket, shipped_paths, user_path
+from dscompile.tuning.database import Database, Key, Record, bucket, distance, shipped_paths, user_path
 
 
 def key_of(template: TritonTemplate, sizes: Mapping[str, Any], dtypes: str, target: Target, driver: str = "") -> Key:
@@ -68,9 +68,16 @@ def databases() -> tuple[Database, ...]:
 
 
 def best_record(key: Key) -> Record | None:
-    """A measured record of any database before a modelled one; the user's before the shipped."""
+    """A measured record of any database before a modelled one; the user's before the shipped.
+
+    Where no database has one for this key, a modelled one of another release of Triton: shipped records are made with
+    one release, and the order of configs seldom changes between them. Its key says which.
+    """
     found = [record for database in databases() if (record := database.best(key)) is not None]
-    return min(found, key=lambda record: record.kind != "measured", default=None)
+    if found:
+        return min(found, key=lambda record: record.kind != "measured")
+    others = [record for database in databases() if (record := database.nearest(key)) is not None]
+    return min(others, key=lambda record: distance(record.key, key) or (0, 0), default=None)
 
 
 def select(
@@ -80,9 +87,15 @@ def select(
     space = template.space(sizes, target)
     if not space:
         return None, "no config passes its checks"
-    record = best_record(key_of(template, sizes, dtypes, target))
+    key = key_of(template, sizes, dtypes, target)
+    record = best_record(key)
     if record is not None:
         for config in space:
             if str(config) == record.config:
-                return config, record.kind
+                return config, _where(record, key)
     return space[0], "first of the template"
+
+
+def _where(record: Record, key: Key) -> str:
+    """`measured`, `modelled`, or `modelled with Triton 3.9.0` of a record made with another release."""
+    return record.kind if record.key.triton == key.triton else f"{record.kind} with Triton {record.key.triton}"

@@ -1,6 +1,7 @@
 """Which config a call gets, and what a change of a kernel's source does to what was known about it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,14 @@ def mine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Database]:
     cached.cache_clear()
 
 
-def put(database: Database, config: str, time_us: float, kind: str = "modelled") -> None:
-    database.put([Record(key_of(TEMPLATE, SIZES, DTYPES, TARGET), config, time_us, kind)])
+def put(database: Database, config: str, time_us: float, kind: str = "modelled", triton: str = "") -> None:
+    key = key_of(TEMPLATE, SIZES, DTYPES, TARGET)
+    database.put([Record(replace(key, triton=triton or key.triton), config, time_us, kind)])
+
+
+def chosen() -> tuple[str, str]:
+    config, why = select(TEMPLATE, SIZES, DTYPES, TARGET)
+    return str(config), why
 
 
 def test_what_the_database_knows_is_taken(mine: Database) -> None:
@@ -59,6 +66,40 @@ def test_measured_records_of_any_database_come_first(mine: Database, monkeypatch
     put(mine, "warps=8 stages=2", 1.0)
     monkeypatch.setattr(selection, "databases", lambda: (mine, shipped))
     assert str(select(TEMPLATE, SIZES, DTYPES, TARGET)[0]) == "warps=2 stages=2"
+
+
+def test_another_release_of_triton_is_the_second_choice(mine: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modelled with the nearest release, and said so; anything of this release comes first, however slow."""
+    monkeypatch.setattr(selection.compat, "version_text", lambda name: "3.7.1")
+    put(mine, "warps=2 stages=2", 1.0, "measured", "3.8.0")
+    assert chosen()[1] == "first of the template"  # measured with another release: not asked
+    put(mine, "warps=16 stages=2", 1.0, triton="3.9.0")
+    assert chosen() == ("warps=16 stages=2", "modelled with Triton 3.9.0")
+    shipped = Database(None)
+    monkeypatch.setattr(selection, "databases", lambda: (mine, shipped))
+    put(shipped, "warps=8 stages=2", 7.0, triton="3.8.0")
+    put(shipped, "warps=4 stages=2", 6.0, triton="3.8.0+git1")
+    assert chosen() == ("warps=4 stages=2", "modelled with Triton 3.8.0+git1")
+    put(shipped, "warps=1 stages=2", 1.0, triton="unknown")  # no release: no distance to it
+    assert chosen()[0] == "warps=4 stages=2"
+    put(shipped, "warps=8 stages=2", 99.0)
+    assert chosen() == ("warps=8 stages=2", "modelled")
+    put(shipped, "warps=1 stages=2", 99.0, "measured")
+    assert chosen() == ("warps=1 stages=2", "measured")
+
+
+def test_the_nearest_release() -> None:
+    """By number; of two as far away the newer. Other targets and sources stay what they are: unknown."""
+    database, key = Database(None), key_of(TEMPLATE, SIZES, DTYPES, TARGET)
+    for release, config in (("3.6.0", "a"), ("3.8.0", "b"), ("4.0.0", "c")):
+        put(database, config, 5.0, triton=release)
+
+    def nearest(**changes: str) -> str | None:
+        record = database.nearest(replace(key, **changes))
+        return None if record is None else record.config
+
+    assert [nearest(triton=r) for r in ("3.5.0", "3.6.9", "3.7.0", "3.8.1", "3.9.0", "5.0")] == list("aabbbc")
+    assert nearest(triton="3.8.0", target="sm_90a") is None and nearest(triton="3.8.0", source_hash="other") is None
 
 
 def test_a_source_is_known_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
