@@ -19,6 +19,7 @@ from dscompile.passes.default import default_pipeline, pass_names
 from dscompile.passes.engine import PassContext, PassResult
 from dscompile.passes.engine.fxutil import layer_name
 from dscompile.passes.engine.graphs import subgraphs
+from dscompile.passes.fusing import fusing_pipeline
 from dscompile.passes.regions import functionalise_writes, region_calls, region_module, restore_region_mutation
 from dscompile.passes.share import hoist_shared
 from dscompile.passes.shared_rows import DecodeInFront
@@ -27,7 +28,7 @@ from dscompile.targets import Target, UnsupportedTargetError, detect_target, get
 from dscompile.verify import copy_graph
 
 #: Rewriting steps that are not passes over patterns but can be switched off like them.
-STEPS = ("share",)
+STEPS = ("fuse", "share")
 
 
 class StrictError(RuntimeError):
@@ -75,15 +76,17 @@ def rewrite(
 
     off = [name for name in options.disable if name not in STEPS]
     results = default_pipeline(off).run(graph, PassContext(options), hook=after)
+    target = target_of(graph, options, entry)
     _record(results, labels, entry)
     entry.gaps = gaps(entry.matches, off)
     if options.strict and (entry.misses or entry.gaps):
         raise StrictError(_strict_message(entry))
+    if target is not None and target.device_type != "cpu" and "fuse" not in options.disable:
+        fusing_pipeline().run(graph, PassContext(options), hook=after)
     for region in {region_module(graph, call) for call in region_calls(graph)}:
         functionalise_writes(region)
     restore_region_mutation(graph)
     snapshots.take("regions", graph)
-    target = target_of(graph, options, entry)
     if options.share and "share" not in options.disable:
         if target is not None and target.device_type == "cpu":
             DecodeInFront().run(graph, PassContext(options))

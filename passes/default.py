@@ -19,6 +19,7 @@ from dscompile.passes.engine import Normalise, Pass, Pattern, PatternPass, Pipel
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("positions",),
     ("quant", "norm", "rope", "sinkhorn"),
+    ("linear",),
     ("mhc", "compressor", "router", "experts", "indexer", "store", "output", "engram"),
     ("attention",),
 )

@@ -15,7 +15,7 @@ from dscompile.ops.cost import Cost, CostFunction
 NAMESPACE = "dsv4"
 FAMILIES = (
     "mhc", "norm", "rope", "quant", "store", "compressor", "indexer", "attention", "router", "experts", "output",
-    "engram",
+    "engram", "linear",
 )  # fmt: skip
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")

@@ -20,7 +20,7 @@ from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.token_map import check_token_map, token_map_from_folder
 
 if TYPE_CHECKING:
-    from dscompile.models.deepseek_v41.model import DeepseekV41ForCausalLM, Weights
+    from dscompile.models.deepseek_v41.model import Activations, DeepseekV41ForCausalLM, Weights
 
 log = logging.getLogger("dscompile.models")
 
@@ -46,6 +46,7 @@ def load(
     weights: Weights = "dequantised",
     token_map: Tensor | None = None,
     progress: bool = True,
+    activations: Activations = "plain",
 ) -> DeepseekV41ForCausalLM:
     """The model in `folder`, with a progress bar on stderr unless `progress` is False.
 
@@ -68,7 +69,9 @@ def load(
     headers = read_headers(folder)
     tables = [f"layers.{layer}.engram.embed.weight" for layer in config.engram_layer_ids]
     packed_tables = any(headers[name].dtype == "F8_E4M3" for name in tables if name in headers)
-    model = DeepseekV41ForCausalLM(config, dtype, weights, packed_tables=packed_tables, random=False)
+    model = DeepseekV41ForCausalLM(
+        config, dtype, weights, packed_tables=packed_tables, random=False, activations=activations
+    )
     wanted = stored_tensors(model)
     _check(wanted, headers, folder)
     _note_ignored(headers)

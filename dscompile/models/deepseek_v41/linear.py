@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dscompile.formats import FORMATS
 from dscompile.formats.numeric import ue8m0_to_float
 
+ACTIVATION_FORMAT = FORMATS["fp8_g32_ue8m0"]  # of what enters a product with quantised weights (model_v41 3.1)
 WEIGHT_BLOCK = 32  # rows and columns that share a scale
 
 
@@ -23,11 +25,16 @@ def frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """x @ weight^T without a bias. `packed` keeps an FP8 weight in its bytes and dequantises it in every forward."""
+    """x @ weight^T without a bias.
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, packed: bool = False) -> None:
+    `packed` keeps an FP8 weight in its bytes and dequantises it in every forward; None is for a weight that the release
+    does not quantise. `round_activations` rounds x to E4M3 with a scale per 32 values first, as the release does in
+    front of quantised weights.
+    """
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, packed: bool | None = None) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.quantised, self.round_activations = dtype, packed is not None, False
         self.weight = frozen(outputs, inputs, dtype=torch.float8_e4m3fn if packed else dtype)
         self.scale = None
         if packed:
@@ -38,4 +45,6 @@ class Linear(nn.Module):
         return self.weight if self.scale is None else dequantise_blocks(self.weight, self.scale, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.round_activations:
+            x = ACTIVATION_FORMAT.fake_quant(x)
         return F.linear(x, self.dense_weight())

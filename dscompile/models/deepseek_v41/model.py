@@ -28,11 +28,13 @@ from dscompile.models.deepseek_v41.engram_hash import BLOCKED, lookback, with_hi
 from dscompile.models.deepseek_v41.hyper import hc_collapse
 from dscompile.models.deepseek_v41.init import initialise
 from dscompile.models.deepseek_v41.linear import Linear, frozen
+from dscompile.models.deepseek_v41.moe import Experts
 from dscompile.models.deepseek_v41.norm import RMSNorm
 from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
 from dscompile.models.deepseek_v41.rope import compressed_frequencies, rope_table, window_frequencies
 
 Weights = Literal["dequantised", "packed"]
+Activations = Literal["plain", "fp8"]
 
 
 class RatioPlan(NamedTuple):
@@ -58,7 +60,9 @@ class DeepseekV41ForCausalLM(nn.Module):
 
     `dtype` is that of activations and of most weights; norms, mixes, the router, pooled compressors and the head stay
     float32. `weights="packed"` keeps the release's FP8 and FP4 weights in their bytes and dequantises them in every
-    forward, and `packed_tables` (by default the same) does so for the Engram tables. Parameters start random
+    forward, and `packed_tables` (by default the same) does so for the Engram tables. `activations="fp8"` rounds what
+    enters a product with a weight that the release quantises, as the release does: `weights="packed"` with it is the
+    release's arithmetic, up to the order of sums. Parameters start random
     (reproducible from torch's generator) unless `random` is False; `from_pretrained` reads a checkpoint.
     """
 
@@ -73,8 +77,11 @@ class DeepseekV41ForCausalLM(nn.Module):
         weights: Weights = "dequantised",
         packed_tables: bool | None = None,
         random: bool = True,
+        activations: Activations = "plain",
     ) -> None:
         super().__init__()
+        if activations not in ("plain", "fp8"):
+            raise ValueError(f"activations: {activations!r}, allowed: 'plain' or 'fp8'")
         if weights not in ("dequantised", "packed"):
             raise ValueError(f"weights: {weights!r}, allowed: 'dequantised' or 'packed'")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -95,6 +102,9 @@ class DeepseekV41ForCausalLM(nn.Module):
             ids = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
             self.register_buffer("token_map", ids, persistent=False)
         self.kinds = tuple(config.kind(layer) for layer in range(config.num_hidden_layers))
+        for module in self.modules():
+            if isinstance(module, Experts) or (isinstance(module, Linear) and module.quantised):
+                module.round_activations = activations == "fp8"
         self.requires_grad_(False)
         self.eval()
         if random:
@@ -108,11 +118,14 @@ class DeepseekV41ForCausalLM(nn.Module):
         weights: Weights = "dequantised",
         token_map: Tensor | None = None,
         progress: bool = True,
+        activations: Activations = "plain",
     ) -> DeepseekV41ForCausalLM:
         """Read a checkpoint folder; see `checkpoint.load`."""
         from dscompile.models.deepseek_v41.checkpoint import load
 
-        return load(folder, dtype=dtype, weights=weights, token_map=token_map, progress=progress)
+        return load(
+            folder, dtype=dtype, weights=weights, token_map=token_map, progress=progress, activations=activations
+        )
 
     def new_cache(self, batch_size: int, max_tokens: int) -> DeepseekV41Cache:
         """An empty cache for `batch_size` sequences of up to `max_tokens` tokens, where the model's weights are."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dscompile.formats import FORMATS
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.grouped import grouped_mm
-from dscompile.models.deepseek_v41.linear import Linear, frozen
+from dscompile.models.deepseek_v41.linear import ACTIVATION_FORMAT, Linear, frozen
 
 EXPERT_FORMAT = FORMATS["fp4_g32_ue8m0"]
 
@@ -32,19 +32,27 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
-def run_experts(x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def run_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, limit: float,
+    round_activations: bool = False,
+) -> Tensor:  # fmt: skip
     """x [N, D], weights and experts [N, k], w13 [E, 2I, D], w2 [E, D, I] -> float32 [N, D].
 
     Token-expert pairs are sorted by expert, so that each expert's are one block of a grouped product. The routing
-    weight is applied before the down projection; outputs are summed in float32.
+    weight is applied before the down projection; outputs are summed in float32. `round_activations` as in `Linear`.
     """
     top_k = experts.shape[1]
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(w13.shape[0], device=x.device), right=True, out_int32=True)
-    gate, up = grouped_mm(x[order // top_k], w13.transpose(1, 2), ends).chunk(2, -1)
+    entering = ACTIVATION_FORMAT.fake_quant if round_activations else _as_it_is
+    gate, up = grouped_mm(entering(x)[order // top_k], w13.transpose(1, 2), ends).chunk(2, -1)
     hidden = swiglu(gate, up, limit) * weights.flatten()[order].unsqueeze(-1)
-    down = grouped_mm(hidden.to(x.dtype), w2.transpose(1, 2), ends)
+    down = grouped_mm(entering(hidden.to(x.dtype)), w2.transpose(1, 2), ends)
     return down[order.argsort()].float().unflatten(0, (-1, top_k)).sum(1)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class Gate(nn.Module):
@@ -65,7 +73,7 @@ class Experts(nn.Module):
     def __init__(self, config: DeepseekV41Config, dtype: torch.dtype, packed: bool) -> None:
         super().__init__()
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.dtype, self.packed = dtype, packed
+        self.dtype, self.packed, self.round_activations = dtype, packed, False
         self.shapes = {"w13": (experts, 2 * inner, hidden), "w2": (experts, hidden, inner)}
         for name, (_, rows, columns) in self.shapes.items():
             if packed:
@@ -114,5 +122,5 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         weights, experts = route(tokens, self.gate.weight, self.gate.bias, self.top_k, self.normalise, self.scale)
         w13, w2 = self.experts.dense("w13"), self.experts.dense("w2")
-        routed = run_experts(tokens, weights, experts, w13, w2, self.limit)
+        routed = run_experts(tokens, weights, experts, w13, w2, self.limit, self.experts.round_activations)
         return (routed + self.shared_experts(tokens).float()).to(x.dtype).unflatten(0, x.shape[:2])

@@ -1,0 +1,134 @@
+"""Routed experts, shared expert, their sum, and the way back into the residual streams."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
+from dscompile.passes.engine import Pattern
+
+_INPUTS = {
+    "x": "act[b*t D]", "weights": "f32[b*t k]", "indices": "i64[b*t k]", "w13": "act[E 2*I D]", "w2": "act[E D I]",
+    "shared_gate": "act[S D]", "shared_up": "act[S D]", "shared_down": "act[D S]",
+}  # fmt: skip
+_STREAMS = {"streams": "act[b t n D]", "post": "f32[b t n]", "comb": "f32[b t n n]"}
+_SCALARS = {"limit": 12.3456}
+
+
+def _sum(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float,
+) -> Tensor:  # fmt: skip
+    routed = torch.ops.dsv4.experts(x, indices, weights, w13, w2, limit, True, torch.float32)
+    gate, up = F.linear(x, shared_gate), F.linear(x, shared_up)
+    act = F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    return (routed + F.linear(act.to(x.dtype), shared_down).float()).to(x.dtype)
+
+
+def _sum_op(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float,
+) -> Tensor:  # fmt: skip
+    return torch.ops.dsv4.moe(
+        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32, None, None,
+        None, True,
+    )  # fmt: skip
+
+
+def _into_streams(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
+) -> Tensor:  # fmt: skip
+    y = torch.ops.dsv4.moe(
+        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32, None, None,
+        None, True,
+    )  # fmt: skip
+    return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, True)
+
+
+def _into_streams_op(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
+) -> Tensor:  # fmt: skip
+    out = torch.ops.dsv4.moe(
+        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32,
+        streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), True,
+    )  # fmt: skip
+    return out.unflatten(0, streams.shape[:2])
+
+
+_STORED = {
+    "x": "act[b*t 32*g]", "weights": "f32[b*t k]", "indices": "i64[b*t k]", "w13": "u8[E 64*j 16*g]",
+    "w13_scale": "u8[E 64*j g]", "w2": "u8[E 32*g 16*j]", "w2_scale": "u8[E 32*g j]", "gate": "e4m3[32*s 32*g]",
+    "gate_scale": "u8[s g]", "up": "e4m3[32*s 32*g]", "up_scale": "u8[s g]", "down": "e4m3[32*g 32*s]",
+    "down_scale": "u8[g s]",
+}  # fmt: skip
+_STORED_STREAMS = {"streams": "act[b t n 32*g]", "post": "f32[b t n]", "comb": "f32[b t n n]"}
+
+
+def _stored_sum(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+) -> Tensor:  # fmt: skip
+    linear = torch.ops.dsv4.linear_packed
+    routed = torch.ops.dsv4.experts_packed(
+        x, indices, weights, w13, w13_scale, w2, w2_scale, limit, "e2m1_1x32", torch.float32
+    )
+    g, u = linear(x, gate, gate_scale).float(), linear(x, up, up_scale).float()
+    act = (F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)).to(x.dtype)
+    return (routed + linear(act, down, down_scale).float()).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _stored_moe(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+    streams: Tensor | None = None, post: Tensor | None = None, comb: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return torch.ops.dsv4.moe_packed(
+        x, indices, weights, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit,
+        "e2m1_1x32", torch.float32, streams, post, comb, True,
+    )  # type: ignore[no-any-return]  # fmt: skip
+
+
+def _stored_into_streams(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+    streams: Tensor, post: Tensor, comb: Tensor,
+) -> Tensor:  # fmt: skip
+    y = _stored_moe(
+        x, weights, indices, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit
+    )
+    return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, True)  # type: ignore[no-any-return]
+
+
+def _stored_streams_op(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+    streams: Tensor, post: Tensor, comb: Tensor,
+) -> Tensor:  # fmt: skip
+    out = _stored_moe(
+        x, weights, indices, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit,
+        streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1),
+    )  # fmt: skip
+    return out.unflatten(0, streams.shape[:2])
+
+
+_BASE = (
+    Pattern("moe.sum", "experts", "fusing", _sum, _sum_op, inputs=_INPUTS, scalars=_SCALARS),
+    Pattern(
+        "moe.streams", "experts", "fusing", _into_streams, _into_streams_op, inputs={**_INPUTS, **_STREAMS},
+        scalars=_SCALARS,
+    ),
+    Pattern(
+        "moe_packed.sum", "experts", "fusing", _stored_sum, _stored_moe, inputs=_STORED, scalars=_SCALARS,
+        key=torch.ops.dsv4.experts_packed.default,
+    ),
+    Pattern(
+        "moe_packed.streams", "experts", "fusing", _stored_into_streams, _stored_streams_op,
+        inputs={**_STORED, **_STORED_STREAMS}, scalars=_SCALARS, key=torch.ops.dsv4.moe_packed.default,
+    ),
+)  # fmt: skip
+
+PATTERNS = tuple(variant for pattern in _BASE for variant in with_unit_sizes(pattern))
