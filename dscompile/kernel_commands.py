@@ -3,84 +3,45 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dscompile.targets import TARGETS, Target, get_target
+from dscompile.kernel_options import (
+    BatchOption,
+    ContextOption,
+    JobsOption,
+    ModelOption,
+    RoleOption,
+    Roles,
+    TargetOption,
+    TokensOption,
+    progress_on,
+    workload,
+)  # fmt: skip
+from dscompile.targets import Target, get_target
 
 if TYPE_CHECKING:
-    from dscompile.models.deepseek_v41 import DeepseekV41Config
     from dscompile.tuning.bundle import Bundle, Entry
-    from dscompile.tuning.calls import Call
 
 out = Console()
 err = Console(stderr=True)
 
 
-class ModelError(ValueError):
-    """A model or a size on the command line that cannot be used."""
-
-
-class Roles(StrEnum):
-    """What a machine does."""
-
-    prefill = "prefill"
-    decode = "decode"
-
-
-def sizes(text: str) -> list[int]:
-    """`8,16` or `8k,128k,1m` to numbers (k = 1024); ModelError names the part that is none."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*([kKmM]?)\s*", part)
-        if match is None or int(match[1]) == 0:
-            raise ModelError(
-                f"size {part!r} in {text!r}, allowed: positive whole numbers, with k or m for 1024, 1024^2"
-            )
-        found.append(int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()])
-    return found
-
-
-def read_config(model: str) -> DeepseekV41Config:
-    """`v41`, `v41-miniature`, or a path to a config.json or a folder with one."""
-    from dscompile.models.deepseek_v41 import DeepseekV41Config
-
-    built_in = {"v41": DeepseekV41Config.released, "v41-miniature": DeepseekV41Config.miniature}
-    if model in built_in:
-        return built_in[model]()
-    if not Path(model).exists():
-        raise ModelError(f"model {model!r} is no file or folder; allowed: {', '.join(built_in)}, or a path to a config")
-    return DeepseekV41Config.from_file(model)
-
-
-def gpu(name: str) -> Target:
-    """The GPU target of that name."""
-    target = get_target(name)
-    if target.capability is None:
-        gpus = ", ".join(target.name for target in TARGETS.values() if target.capability)
-        raise ModelError(f"target {name!r} has no kernels to build; allowed: {gpus}")
-    return target
-
-
 def build(
-    model: Annotated[str, typer.Option(help="`v41` (the release), `v41-miniature`, or a config.json or its folder.")],
-    target: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")],
+    model: ModelOption,
+    target: TargetOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the bundle.")],
-    batch: Annotated[str, typer.Option(help="Sequences per step, separated by commas.")] = "8",
-    context: Annotated[str, typer.Option(help="Tokens that the caches have room for: 8k,128k.")] = "8k",
-    role: Annotated[Roles, typer.Option(help="One token a sequence, or many.")] = Roles.decode,
-    tokens: Annotated[str, typer.Option(help="New tokens a sequence when prefilling.")] = "4k",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: the cores.")] = None,
+    batch: BatchOption = "8",
+    context: ContextOption = "8k",
+    role: RoleOption = Roles.decode,
+    tokens: TokensOption = "4k",
+    jobs: JobsOption = None,
     every_config: Annotated[bool, typer.Option(help="All configs of every template, for tuning later.")] = False,
 ) -> None:
     """Compile every Triton kernel that a model needs, without a GPU, into a bundle."""
@@ -88,30 +49,18 @@ def build(
     from dscompile.tuning.build import Failure, compile_jobs, first_only, plan
     from dscompile.tuning.bundle import Bundle
 
-    machine, config = gpu(target), read_config(model)
-    shapes = [(b, c) for b in sizes(batch) for c in sizes(context)]
-    new_tokens = sizes(tokens)[0]
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=err.is_terminal) as progress:
-        finding = progress.add_task("finding calls", total=len(shapes))
-        calls = []
-        for found in _calls(config, machine, role, shapes, new_tokens):
-            calls += found
-            progress.advance(finding)
+    wanted = workload(model, target, batch, context, role, tokens, jobs)
+    machine = wanted.target
+    with progress_on(err) as progress:
         select = (lambda call, template, space: space) if every_config else first_only
-        from dscompile.tuning.calls import merged
-
-        work, failures = plan(merged(calls), machine, select)
-        workload = {
-            "model": model, "role": str(role), "batch": sizes(batch), "context": sizes(context), "tokens": new_tokens,
-            "every_config": every_config,
-        }  # fmt: skip
-        bundle = Bundle(output, machine.name, workload, compat.version_text("triton") or "none")
+        work, failures = plan(wanted.calls(progress), machine, select)
+        about = {**wanted.as_data(), "every_config": every_config}
+        bundle = Bundle(output, machine.name, about, compat.version_text("triton") or "none")
         for failure in failures:
             bundle.fail(failure)
         compiling = progress.add_task("compiling", total=len(work))
         results = {}
-        for job, result in compile_jobs(work, machine, jobs or os.cpu_count() or 1):
+        for job, result in compile_jobs(work, machine, wanted.jobs):
             progress.update(compiling, advance=1, description=f"compiling {job.template}")
             results[job] = result
         for job in work:  # not as they came, so that equal requests make equal bundles
@@ -126,15 +75,6 @@ def build(
         err.print(f"no kernel: {failed['call']}: {failed['reason']}", style="yellow", markup=False, highlight=False)
     if not bundle.kernels:
         raise typer.Exit(1)
-
-
-def _calls(
-    config: DeepseekV41Config, target: Target, role: Roles, shapes: list[tuple[int, int]], tokens: int
-) -> Iterator[list[Call]]:
-    from dscompile.workload import v41_calls
-
-    for batch, context in shapes:
-        yield v41_calls(config, target.name, role.value, batch, context, min(tokens, context))
 
 
 def inspect(
@@ -217,44 +157,37 @@ def _cell(value: Any) -> str:
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="`v41` (the release), `v41-miniature`, or a config.json or its folder.")],
-    target: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")],
-    batch: Annotated[str, typer.Option(help="Sequences per step, separated by commas.")] = "8",
-    context: Annotated[str, typer.Option(help="Tokens that the caches have room for: 8k,128k.")] = "8k",
-    role: Annotated[Roles, typer.Option(help="One token a sequence, or many.")] = Roles.decode,
-    tokens: Annotated[str, typer.Option(help="New tokens a sequence when prefilling.")] = "4k",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: the cores.")] = None,
+    model: ModelOption,
+    target: TargetOption,
+    batch: BatchOption = "8",
+    context: ContextOption = "8k",
+    role: RoleOption = Roles.decode,
+    tokens: TokensOption = "4k",
+    jobs: JobsOption = None,
     database: Annotated[Path | None, typer.Option(help="Default: this user's (or DSCOMPILE_TUNING).")] = None,
     again: Annotated[bool, typer.Option(help="Also what has a record already.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all records to this file of JSON lines.")] = None,
     load: Annotated[list[Path] | None, typer.Option(help="First add the records of such a file.")] = None,
 ) -> None:
     """Find the best config of every kernel: measured on this machine's GPU, else modelled from the compiled code."""
-    from dscompile.tuning.calls import merged
     from dscompile.tuning.database import Database, user_path
     from dscompile.tuning.tune import open_jobs, tune_measured, tune_modelled
 
-    machine, config = gpu(target), read_config(model)
-    shapes = [(b, c) for b in sizes(batch) for c in sizes(context)]
-    new_tokens = sizes(tokens)[0]
+    wanted = workload(model, target, batch, context, role, tokens, jobs)
+    machine = wanted.target
     known = Database(database or user_path())
     for path in load or []:
         out.print(f"{known.load(path)} records from {path}", highlight=False)
     measurer = _measurer(machine)
     kind = "modelled" if measurer is None else "measured"
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     done, problems = 0, []
-    with Progress(*columns, console=err, transient=err.is_terminal) as progress:
-        finding = progress.add_task("finding calls", total=len(shapes))
-        calls = []
-        for found in _calls(config, machine, role, shapes, new_tokens):
-            calls += found
-            progress.advance(finding)
+    with progress_on(err) as progress:
+        calls = wanted.calls(progress)
         driver = measurer[1] if measurer else ""
-        work, failures = open_jobs(merged(calls), machine, known, kind, driver, again)
+        work, failures = open_jobs(calls, machine, known, kind, driver, again)
         task = progress.add_task(kind, total=len(work))
         if measurer is None:
-            outcomes = tune_modelled(work, machine, known, jobs or os.cpu_count() or 1)
+            outcomes = tune_modelled(work, machine, known, wanted.jobs)
         else:
             outcomes = tune_measured(work, machine, known, driver, measurer[2], measurer[0])
         for outcome in outcomes:

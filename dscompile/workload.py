@@ -112,13 +112,7 @@ def v41_calls(
         ValueError: sizes that do not go together.
         WorkloadError: see `capture_calls`.
     """
-    if role == "decode":
-        tokens = 1
-    for name, value in (("batch", batch), ("tokens", tokens)):
-        if value < 1:
-            raise ValueError(f"{name}: {value}, allowed: >= 1")
-    if tokens > context:
-        raise ValueError(f"tokens: {tokens}, allowed: <= context {context}")
+    tokens = checked_tokens(role, batch, context, tokens)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM
@@ -132,10 +126,22 @@ def v41_calls(
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         positions = torch.zeros(batch, tokens, dtype=torch.int64)
         found = list(capture_calls(target, model, ids, positions, cache))
-    return merged(replace(call, count=multiplicity[_layer_index(layer)]) for layer, call in found)
+    return merged(replace(call, count=multiplicity[layer_index(layer)]) for layer, call in found)
 
 
-def _layer_index(layer: str) -> int:
+def checked_tokens(role: Role, batch: int, context: int, tokens: int) -> int:
+    """New tokens a sequence; ValueError for sizes that do not go together."""
+    tokens = 1 if role == "decode" else tokens
+    for name, value in (("batch", batch), ("tokens", tokens)):
+        if value < 1:
+            raise ValueError(f"{name}: {value}, allowed: >= 1")
+    if tokens > context:
+        raise ValueError(f"tokens: {tokens}, allowed: <= context {context}")
+    return tokens
+
+
+def layer_index(layer: str) -> int:
+    """The number of a layer from its name; -1 for what is outside layers."""
     last = layer.rsplit(".", 1)[-1]
     return int(last) if last.isdigit() else -1
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dscompile import kernel_commands
+from dscompile import compat, workload_models
 from dscompile.cli import app
-from dscompile.kernel_commands import ModelError, sizes
+from dscompile.kernel_options import SizeError, sizes
 from dscompile.targets import get_target
 from dscompile.tuning.calls import Call, TensorSpec
 from dscompile.tuning.occupancy import occupancy
@@ -31,11 +31,11 @@ def norm(rows: int, width: int) -> Call:
 def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the capture of a model: a call that has a kernel, and one that no template fits."""
 
-    def calls(config: Any, target: Any, role: Any, shapes: list[tuple[int, int]], tokens: int) -> Iterator[list[Call]]:
+    def calls(config: Any, target: str, role: str, shapes: list[tuple[int, int]], *rest: int) -> Iterator[list[Call]]:
         for batch, _ in shapes:
             yield [norm(batch, 1024), norm(batch, 70000)]
 
-    monkeypatch.setattr(kernel_commands, "_calls", calls)
+    monkeypatch.setattr(workload_models, "workload_calls", calls)
 
 
 def test_build_and_inspect(two_calls: None, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_every_config_on_request(two_calls: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "v5"], "'v5' is no file or folder; allowed: v41, v41-miniature"),
+        (["--model", "v5"], "'v5' is no file or folder; allowed: v41, v4-flash, v41-miniature, v4-miniature"),
         (["--target", "sm_99"], "unknown target 'sm_99'"),
         (["--target", "cpu"], "'cpu' has no kernels to build; allowed: sm_90a, sm_100a, sm_103a"),
         (["--batch", "8,x"], "size 'x' in '8,x'"),
@@ -75,6 +75,28 @@ def test_build_refuses_in_one_line(two_calls: None, tmp_path: Path, arguments: l
     assert words in said and len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["build", "tune"])
+def test_a_model_of_transformers_needs_transformers(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether it is named or a file; the message says what to install."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}))
+    monkeypatch.setattr(compat, "EXTRAS", {"transformers": ("no_such_module", "transformers")})
+    more = ["-o", str(tmp_path / "b")] if command == "build" else ["--database", str(tmp_path / "d")]
+    for model in ("v4-flash", "v4-miniature", str(tmp_path)):
+        said = run(command, "--model", model, "--target", "sm_100a", *more, status=2)
+        assert "pip install 'dscompile[transformers]'" in said and len(said.strip().splitlines()) == 1
+
+
+def test_tune_takes_the_same_options(two_calls: None, tmp_path: Path) -> None:
+    """Without a GPU of the target: modelled. What is known is not done again."""
+    options = ["--model", "v4-miniature", "--target", "sm_100a", "--jobs", "1", "--database", str(tmp_path / "d")]
+    said = run("tune", *options, "--export", str(tmp_path / "records"))
+    assert "5 configs modelled for sm_100a" in said and "70000" in said
+    assert len((tmp_path / "records").read_text().splitlines()) == 5
+    assert "0 configs modelled" in run("tune", *options)
+
+
 def test_inspect_refuses_what_is_no_bundle(tmp_path: Path) -> None:
     assert "make one with `dscompile build`" in run("inspect", str(tmp_path), status=2)
 
@@ -82,7 +104,7 @@ def test_inspect_refuses_what_is_no_bundle(tmp_path: Path) -> None:
 def test_sizes() -> None:
     assert sizes("8, 16,2k,1M") == [8, 16, 2048, 1 << 20]
     for text in ("", "8,", "-1", "1.5k", "k"):
-        with pytest.raises(ModelError):
+        with pytest.raises(SizeError):
             sizes(text)
 
 
@@ -104,11 +126,14 @@ def test_occupancy() -> None:
 
 @pytest.mark.slow
 def test_every_call_of_a_whole_model_has_a_kernel(tmp_path: Path) -> None:
-    """Of V4.1's miniature, prefilling and decoding."""
-    for role, more in (("decode", []), ("prefill", ["--tokens", "24"])):
-        folder = tmp_path / role
+    """Of the miniatures of V4.1 and V4, prefilling and decoding."""
+    for model, role, more in (
+        ("v41-miniature", "decode", []), ("v41-miniature", "prefill", ["--tokens", "24"]),
+        ("v4-miniature", "decode", []), ("v4-miniature", "prefill", ["--tokens", "24"]),
+    ):  # fmt: skip
+        folder = tmp_path / model / role
         run(
-            "build", "--model", "v41-miniature", "--target", "sm_103a", "--batch", "2", "--context", "64", "-o",
+            "build", "--model", model, "--target", "sm_103a", "--batch", "2", "--context", "64", "-o",
             str(folder), "--role", role, *more,
         )  # fmt: skip
         manifest = json.loads((folder / "manifest.json").read_text())

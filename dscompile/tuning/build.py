@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,6 +15,7 @@ from dscompile.ops import NAMESPACE
 from dscompile.targets import Target, get_target
 from dscompile.templates.triton.launching import Launch
 from dscompile.templates.triton.record import Config, TritonTemplate
+from dscompile.tuning import toolchain
 from dscompile.tuning.calls import Call
 from dscompile.tuning.disassembly import Facts, read
 from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, compile_launch, traced
@@ -120,13 +120,17 @@ def compile_jobs(jobs: list[Job], target: Target, processes: int) -> Iterator[tu
     """Results as they come. A process that dies takes its job down as a failure, not the others.
 
     Processes are started afresh ("spawn"), so that no thread of this one is copied half-way through a lock.
+
+    Raises ToolchainError, before anything is compiled, if nothing can be.
     """
+    if jobs:
+        toolchain.require(target)
     if processes <= 1 or len(jobs) <= 1:
         for job in jobs:
             yield job, _guarded(job, target.name)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_ignore_interrupt) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=limit_threads) as pool:
         waiting = {pool.submit(_guarded, job, target.name): job for job in jobs}
         for future in as_completed(waiting):
             job = waiting[future]
@@ -137,9 +141,10 @@ def compile_jobs(jobs: list[Job], target: Target, processes: int) -> Iterator[tu
                 yield job, future.result()
 
 
-def _ignore_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def limit_threads() -> None:
+    """For a process among several on one machine: a single thread, and the parent alone answers an interrupt."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
 
 
 def _guarded(job: Job, target: str) -> list[Built] | Failure:
