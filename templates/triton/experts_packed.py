@@ -17,10 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dscompile.targets import Target
-from dscompile.templates.triton.device.formats import divide_by_scales, e4m3_bytes, scales_of
-from dscompile.templates.triton.device.gemm import clamped_silu, rounded
 from dscompile.templates.triton.device.moe import tile_of
-from dscompile.templates.triton.device.packed import packed_product
+from dscompile.templates.triton.device.packed_expert import (
+    both_halves,
+    packed_down_tile,
+    packed_up_tile,
+    store_rounded,
+)
 from dscompile.templates.triton.expert_sort import (
     BLOCK,
     CONFIG,
@@ -39,42 +42,13 @@ GROUP = 32
 
 
 @triton.jit
-def store_rounded(
-    x, to, scales, row, first, alive, SIZE: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, D: tl.constexpr
-):
-    """fp32 [N, D] rounded to E4M3 with a power-of-two scale per 32, from column `first` of the rows of `to`, which has
-    SIZE columns: as codes and scales, or, where `scales` is None, as bf16 values. HALVES: even columns first."""
-    factor, stored = scales_of(x, N, D, 32, 448.0, 1e-4, True)
-    column = first + tl.arange(0, D)
-    inside = alive[:, None] & (column < SIZE)[None, :]
-    at = to + row[:, None] * SIZE + column[None, :]
-    codes = e4m3_bytes(divide_by_scales(x, factor, N, D, 32, 448.0)).to(tl.float8e4nv, bitcast=True)
-    if scales is None:
-        grouped = tl.reshape(codes.to(tl.float32), (N, D // 32, 32)) * tl.expand_dims(factor, 2)
-        values = tl.reshape(grouped, (N, D)).to(tl.bfloat16)
-        if HALVES:
-            even, odd = tl.split(tl.reshape(values, (N, D // 2, 2)))
-            column = first // 2 + tl.arange(0, D // 2)
-            at = to + row[:, None] * SIZE + column[None, :]
-            inside = alive[:, None] & (column < SIZE // 2)[None, :]
-            tl.store(at, even, mask=inside)
-            tl.store(at + SIZE // 2, odd, mask=inside)
-        else:
-            tl.store(at, values, mask=inside)
-    else:
-        tl.store(at, codes, mask=inside)
-        group = first // 32 + tl.arange(0, D // 32)
-        there = scales + row[:, None] * (SIZE // 32) + group[None, :]
-        tl.store(there, stored, mask=alive[:, None] & (group < SIZE // 32)[None, :])
-
-
-@triton.jit
 def quantise_kernel(
-    x, x_stride, to, scales, indices, rows, tiles, PAIRS, TILES,
+    x, x_stride, to, scales, plain, indices, rows, tiles, PAIRS, TILES,
     SIZE: tl.constexpr, HALVES: tl.constexpr, BLOCK_D: tl.constexpr, SORTING: tl.constexpr,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A row of x a program, see `store_rounded`. The first SORTING programs sort instead, see `sort_few`."""
+    """A row of x a program, see `store_rounded`; plain, or None: the same in its order. The first SORTING programs sort
+    instead, see `sort_few`."""
     program = tl.program_id(0)
     if program < SORTING:
         sort_few(program, indices, rows, tiles, PAIRS, TILES, EXPERTS, BINS, TILE, BLOCK, CHUNK)
@@ -85,6 +59,8 @@ def quantise_kernel(
             at = x + row[:, None] * x_stride + column[None, :]
             value = tl.load(at, mask=(column < SIZE)[None, :], other=0.0).to(tl.float32)
             store_rounded(value, to, scales, row, first, row >= 0, SIZE, HALVES, 1, BLOCK_D)
+            if plain is not None:
+                store_rounded(value, plain, None, row, first, row >= 0, SIZE, False, 1, BLOCK_D)
 
 
 @triton.jit
@@ -102,24 +78,14 @@ def packed_up_kernel(
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
     SCALE_ROWS: tl.constexpr = 1 if E2M1 else 32
     first = tl.program_id(0) * BLOCK_I
-    # One product over rows of w1 and of w3: two with the same scales of x do not compile with Triton 3.6.
-    both = tl.arange(0, 2 * BLOCK_I)
-    inner = first + both % BLOCK_I
-    row = expert.to(tl.int64) * (2 * INNER) + both // BLOCK_I * INNER + inner
-    token = (pair // K).to(tl.int64)
-    token_scale = None
-    if SCALED:
-        token_scale = x_scale + token * (D // 32)
-    total = packed_product(
-        w13 + row * (D // PER_BYTE), w13_scale + row // SCALE_ROWS * (D // 32), inner < INNER,
-        x + token * D, token_scale, alive, D, E2M1, SCALED, WORDS, ASM, 2 * BLOCK_I, BLOCK_T, BLOCK_K,
-    )  # fmt: skip
-    gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_I, BLOCK_T)), (1, 2, 0)))
-    rounding = kind.dtype.element_ty
-    gate, up = rounded(gate, rounding), rounded(up, rounding)
+    half, inner = both_halves(first, BLOCK_I)
+    row = expert.to(tl.int64) * (2 * INNER) + half * INNER + inner
     weight = tl.load(weights + pair, mask=alive, other=0.0).to(tl.float32)
-    result = rounded(clamped_silu(gate, up, limit, CLAMP, tl.float32) * weight[None, :], rounding)
-    store_rounded(tl.trans(result), act, act_scale, slot, first, alive, INNER, E2M1, BLOCK_T, BLOCK_I)
+    packed_up_tile(
+        w13 + row * (D // PER_BYTE), w13_scale + row // SCALE_ROWS * (D // 32), inner < INNER,
+        x, x_scale, (pair // K).to(tl.int64), alive, weight, act, act_scale, slot, first, limit,
+        D, INNER, CLAMP, kind.dtype.element_ty, E2M1, SCALED, WORDS, ASM, BLOCK_T, BLOCK_I, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -136,17 +102,11 @@ def packed_down_kernel(
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
     SCALE_ROWS: tl.constexpr = 1 if E2M1 else 32
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < D
     row = expert.to(tl.int64) * D + column
-    slot_scale = None
-    if SCALED:
-        slot_scale = act_scale + slot * (INNER // 32)
-    total = packed_product(
-        w2 + row * (INNER // PER_BYTE), w2_scale + row // SCALE_ROWS * (INNER // 32), inside,
-        act + slot * INNER, slot_scale, alive, INNER, E2M1, SCALED, WORDS, ASM, BLOCK_N, BLOCK_T, BLOCK_K,
+    packed_down_tile(
+        w2 + row * (INNER // PER_BYTE), w2_scale + row // SCALE_ROWS * (INNER // 32), column, act, act_scale, slot,
+        alive, results, pair.to(tl.int64), D, INNER, E2M1, SCALED, WORDS, ASM, BLOCK_T, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    at = results + pair.to(tl.int64)[None, :] * D + column[:, None]
-    tl.store(at, total.to(results.dtype.element_ty), mask=alive[None, :] & inside[:, None])
 
 
 def rounded_buffers(like: Tensor, rows: int, size: int, scaled: bool) -> tuple[Tensor, Tensor | None]:
@@ -159,17 +119,18 @@ def rounded_buffers(like: Tensor, rows: int, size: int, scaled: bool) -> tuple[T
     )
 
 
-def _prepare(
-    x: Tensor, indices: Tensor, experts: int, tile: int, halves: bool, scaled: bool
+def prepare(
+    x: Tensor, indices: Tensor, experts: int, tile: int, halves: bool, scaled: bool, plain: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Quantised x, its scales, and the sorted pairs, in one launch if there are few."""
+    """Quantised x, its scales, and the sorted pairs, in one launch if there are few. plain: also gets quantised x, in
+    its own order."""
     tokens, size = x.shape
     to, scales = rounded_buffers(x, tokens, size, scaled)
     few = indices.numel() <= FEW
     rows, tiles = (sorted_buffers if few else sort_pairs)(indices, experts, tile)
     sorting = few_programs(indices.numel()) if few else 0
     launch(
-        quantise_kernel, (sorting + tokens,), x, x.stride(0), to, scales, indices, rows, tiles,
+        quantise_kernel, (sorting + tokens,), x, x.stride(0), to, scales, plain, indices, rows, tiles,
         indices.numel(), tiles.shape[1], config=CONFIG, SIZE=size, HALVES=halves,
         BLOCK_D=min(2048, triton.next_power_of_2(size)), SORTING=sorting, EXPERTS=experts,
         BINS=triton.next_power_of_2(experts + 1), TILE=tile, BLOCK=BLOCK, CHUNK=chunk(indices.numel()),
@@ -177,7 +138,7 @@ def _prepare(
     return to, scales, rows, tiles
 
 
-def _words(size: int, block: int) -> bool:
+def words(size: int, block: int) -> bool:
     """Whether scales of rows of `size` values can be loaded four at a time."""
     return size % (4 * GROUP) == 0 and block % (4 * GROUP) == 0
 
@@ -198,7 +159,7 @@ def experts_packed(
     if not e2m1:
         w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
     block_t, block_i, wanted = config["BLOCK_T"], config["BLOCK_I"], config["BLOCK_K"]
-    rounded_x, x_scale, rows, tiles = _prepare(x, indices.contiguous(), count, block_t, e2m1, scaled)
+    rounded_x, x_scale, rows, tiles = prepare(x, indices.contiguous(), count, block_t, e2m1, scaled)
     most = tiles.shape[1]
     act, act_scale = rounded_buffers(x, tokens * k, inner, scaled)
     asm = target.has("wgmma") and not interpreting()
@@ -207,7 +168,7 @@ def experts_packed(
     launch(
         packed_up_kernel, (triton.cdiv(inner, block_i), most),
         rounded_x, x_scale, weights, w13, w13_scale, act, act_scale, x, rows, tiles, most, limit,
-        config=config, K=k, D=size, INNER=inner, CLAMP=0 < limit < math.inf, **kinds, WORDS=_words(size, block_k),
+        config=config, K=k, D=size, INNER=inner, CLAMP=0 < limit < math.inf, **kinds, WORDS=words(size, block_k),
         BLOCK_I=block_i, BLOCK_K=block_k,
     )  # fmt: skip
     results = x.new_empty((tokens * k, size))
@@ -215,7 +176,7 @@ def experts_packed(
     launch(
         packed_down_kernel, (triton.cdiv(size, config["BLOCK_N"]), most),
         act, act_scale, w2, w2_scale, results, rows, tiles, most,
-        config=config, D=size, INNER=inner, **kinds, WORDS=_words(inner, block_k), BLOCK_N=config["BLOCK_N"],
+        config=config, D=size, INNER=inner, **kinds, WORDS=words(inner, block_k), BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
     )  # fmt: skip
     out = x.new_empty(x.shape, dtype=out_dtype)

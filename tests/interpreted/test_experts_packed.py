@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dscompile.formats import FORMATS
 from dscompile.targets import Target, get_target
-from dscompile.templates.triton.experts_packed import TEMPLATES, _prepare
+from dscompile.templates.triton.experts_packed import TEMPLATES, prepare
 from support.kernels import reference, runs, space
 from support.triton_interpreter import count_traffic
 
@@ -92,7 +92,7 @@ def test_activations_are_the_window_format(size: int, scaled: bool) -> None:
     x = torch.randn(7, size) * torch.logspace(-8, 8, 7)[:, None]
     x[0], x[1, 3], x[2, :5] = 0, float("nan"), torch.tensor([-0.0, 1e30, -1e30, 448.0, 1e-30])
     x = x.to(BF16)
-    to, scales, *_ = _prepare(x, torch.zeros(7, 0, dtype=torch.int64), 4, 16, not scaled, scaled)
+    to, scales, *_ = prepare(x, torch.zeros(7, 0, dtype=torch.int64), 4, 16, not scaled, scaled)
     format = FORMATS["fp8_g32_ue8m0"]
     if scaled:
         assert scales is not None
