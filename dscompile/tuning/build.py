@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -15,10 +15,11 @@ from dscompile.ops import NAMESPACE
 from dscompile.targets import Target, get_target
 from dscompile.templates.triton.launching import Launch
 from dscompile.templates.triton.record import Config, TritonTemplate
-from dscompile.tuning import toolchain
-from dscompile.tuning.calls import Call
-from dscompile.tuning.disassembly import Facts, read
-from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, compile_launch, traced
+from dscompile.tuning import known_facts, toolchain
+from dscompile.tuning.calls import Call, TensorSpec
+from dscompile.tuning.database import GROWING
+from dscompile.tuning.disassembly import Facts, ToolError
+from dscompile.tuning.offline import CompiledKernel, OfflineCompileError, traced
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ def first_only(call: Call, template: TritonTemplate, space: list[Config]) -> lis
     return space[:1]
 
 
-def compile_job(job: Job, target: Target) -> list[Built]:
-    """Every kernel that a job launches. Raises OfflineCompileError and ToolError."""
+def compile_job(job: Job, target: Target, code: bool = True) -> list[Built]:
+    """Every kernel that a job launches. Raises OfflineCompileError and ToolError.
+
+    code: with the files of every kernel; without them what is known from an earlier compile is enough.
+    """
     template = template_named(job.call.op, job.template)
     args = job.call.meta_args()
     launches, results = traced(template, args, job.config, target)
@@ -96,9 +100,9 @@ def compile_job(job: Job, target: Target) -> list[Built]:
     taken = [_bytes(launch, own, True) for launch in launches]
     built = []
     for launch, size in zip(launches, taken):
-        kernel = compile_launch(launch, target)
+        kernel, facts = known_facts.of_launch(launch, target, code)
         scratch = _bytes(launch, own, False)
-        built.append(Built(job, kernel, read(kernel.cubin), launch.grid, size == max(taken), scratch))
+        built.append(Built(job, kernel, facts, launch.grid, size == max(taken), scratch))
     return built
 
 
@@ -116,29 +120,42 @@ def _bytes(launch: Launch, own: set[int], inside: bool) -> int:
     return sum(found.values())
 
 
-def compile_jobs(jobs: list[Job], target: Target, processes: int) -> Iterator[tuple[Job, list[Built] | Failure]]:
-    """Results as they come. A process that dies takes its job down as a failure, not the others.
+def compile_jobs(
+    jobs: list[Job], target: Target, processes: int, code: bool = True
+) -> Iterator[tuple[Job, list[Built] | Failure]]:
+    """Results as they come. A process that dies takes the jobs of a kernel down as failures, not the others.
 
-    Processes are started afresh ("spawn"), so that no thread of this one is copied half-way through a lock.
+    Jobs that differ in nothing but batch and context mostly share their kernels, so one process does them in turn and
+    compiles a kernel once. Processes are started afresh ("spawn"), so that no thread of this one is copied half-way
+    through a lock. code: as for `compile_job`.
 
     Raises ToolchainError, before anything is compiled, if nothing can be.
     """
     if jobs:
         toolchain.require(target)
-    if processes <= 1 or len(jobs) <= 1:
-        for job in jobs:
-            yield job, _guarded(job, target.name)
+    groups: dict[Hashable, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(_kernel_of(job), []).append(job)
+    if processes <= 1 or len(groups) <= 1:
+        for job in (job for group in groups.values() for job in group):
+            yield job, _guarded(job, target.name, code)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=limit_threads) as pool:
-        waiting = {pool.submit(_guarded, job, target.name): job for job in jobs}
+        waiting = {pool.submit(_guarded_group, group, target.name, code): group for group in groups.values()}
         for future in as_completed(waiting):
-            job = waiting[future]
             error = future.exception()
-            if error is not None:
-                yield job, Failure(job.call, job.template, f"the compiling process ended: {error}")
-            else:
-                yield job, future.result()
+            for number, job in enumerate(waiting[future]):
+                if error is not None:
+                    yield job, Failure(job.call, job.template, f"the compiling process ended: {error}")
+                else:
+                    yield job, future.result()[number]
+
+
+def _kernel_of(job: Job) -> Hashable:
+    """Equal for jobs whose kernels are probably equal."""
+    fixed = {name: value for name, value in job.call.sizes().items() if name not in GROWING}
+    return job.template, job.config, str(fixed), tuple(a.dtype for a in job.call.args if isinstance(a, TensorSpec))
 
 
 def limit_threads() -> None:
@@ -147,10 +164,12 @@ def limit_threads() -> None:
     torch.set_num_threads(1)
 
 
-def _guarded(job: Job, target: str) -> list[Built] | Failure:
-    from dscompile.tuning.disassembly import ToolError
+def _guarded_group(jobs: list[Job], target: str, code: bool) -> list[list[Built] | Failure]:
+    return [_guarded(job, target, code) for job in jobs]
 
+
+def _guarded(job: Job, target: str, code: bool) -> list[Built] | Failure:
     try:
-        return compile_job(job, get_target(target))
+        return compile_job(job, get_target(target), code)
     except (OfflineCompileError, ToolError) as error:
         return Failure(job.call, job.template, str(error))

@@ -149,11 +149,9 @@ class Bundle:
             failures=content["failures"],
         )  # fmt: skip
         for entry in content["kernels"]:
-            facts = entry.pop("facts")
-            for name in ("loads", "stores"):
-                facts[name] = {int(width): count for width, count in facts[name].items()}
+            facts = Facts.from_data(entry.pop("facts"))
             uses = [Use(**{**use, "grid": tuple(use["grid"])}) for use in entry.pop("uses")]
-            bundle.kernels[entry["key"]] = Entry(**entry, facts=Facts(**facts), uses=uses)
+            bundle.kernels[entry["key"]] = Entry(**entry, facts=facts, uses=uses)
         return bundle
 
     def install(self, cache: str | Path | None = None) -> int:

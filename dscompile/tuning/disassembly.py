@@ -6,8 +6,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dscompile import compat
 
@@ -43,6 +45,12 @@ class Facts:
     tma: int = 0
     async_copies: int = 0
 
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Facts:
+        """From `asdict`, also after it went through JSON, whose keys are text."""
+        widths = {name: {int(width): n for width, n in data[name].items()} for name in ("loads", "stores")}
+        return Facts(**{**data, **widths})
+
     def describe_tensor_core(self) -> str:
         """`UTCQMMA x 4 (tcgen05 FP8/FP4 mixed)`, or "none"."""
         found = (f"{name} x {count} ({TENSOR_CORE[name]})" for name, count in self.tensor_core.items())
@@ -55,7 +63,7 @@ def read(cubin: bytes) -> Facts:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         usage = _run("cuobjdump", "--dump-resource-usage", str(path))
-        sass = _run("nvdisasm", "-c", str(path))
+        sass = _run("nvdisasm", "-c", "-ndf", str(path))  # the same text without an analysis that takes longer
     return parse(usage, sass)
 
 

@@ -26,7 +26,8 @@ class CompiledKernel:
 
     key: sha256 over source, signature, constants, options, target and compiler; equal keys mean equal code.
     types, constants: of the kernel's parameters. metadata: what Triton needs in order to load it, as JSON values.
-    cache_key: the name of Triton's own cache entry; cache_files: what the entry holds, by name.
+    cache_key: the name of Triton's own cache entry; cache_files: what the entry holds, by name; nothing where only the
+    facts were asked for.
     """
 
     name: str
@@ -75,8 +76,20 @@ def launches_of(template: TritonTemplate, args: tuple[Any, ...], config: Config,
     return traced(template, args, config, target)[0]
 
 
-def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
-    """Compile one recorded launch.
+@dataclass(frozen=True)
+class Request:
+    """A launch as Triton would compile it. key: of `CompiledKernel`; known before anything is compiled."""
+
+    launch: Launch
+    target: Target
+    source: Any
+    gpu: Any
+    options: Mapping[str, Any]
+    key: str
+
+
+def requested(launch: Launch, target: Target) -> Request:
+    """What would be compiled for one recorded launch. Milliseconds.
 
     Raises OfflineCompileError; also if this process runs kernels in Triton's interpreter, where nothing compiles.
     """
@@ -92,27 +105,57 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
     except toolchain.ToolchainError as error:
         raise OfflineCompileError(str(error)) from error
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, **OPTIONS}
-    major, minor = target.capability
-    gpu = GPUTarget("cuda", 10 * major + minor, 32)
+    arch = 10 * target.capability[0] + target.capability[1]
+    gpu = GPUTarget("cuda", arch, 32)
     try:
         source = compat.triton_source(launch.kernel, gpu, launch.arguments, launch.constants, options)
-        compiled = triton.compile(source, target=gpu, options=options)
+        assembler = compat.tool(compat.ptxas_for(arch))[1]
+        text = f"{source.hash()}-{sorted(options.items())}-{target.name}-{compat.version_text('triton')}-{assembler}"
+    except Exception as error:
+        raise _failure(launch, target, error) from error
+    return Request(launch, target, source, gpu, options, hashlib.sha256(text.encode()).hexdigest())
+
+
+def compile_request(request: Request) -> CompiledKernel:
+    """Compile it, or take it from Triton's cache. Raises OfflineCompileError."""
+    import triton
+
+    try:
+        compiled = triton.compile(request.source, target=request.gpu, options=dict(request.options))
     except Exception as error:  # Triton raises its own, LLVM's and subprocess errors
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = f"{launch.name} for {target.name} ({launch.config}, {_shown(launch.constants)})"
-        raise OfflineCompileError(f"cannot compile {where}: {type(error).__name__}: {cause}") from error
-    metadata = compiled.metadata._asdict()
-    text = f"{source.hash()}-{sorted(options.items())}-{target.name}-{compat.version_text('triton')}"
+        raise _failure(request.launch, request.target, error) from error
+    metadata, name = compiled.metadata._asdict(), request.launch.name
     files = {
-        f"{launch.name}.json": json.dumps(metadata, default=vars).encode(),
-        f"{launch.name}.cubin": bytes(compiled.asm["cubin"]),
-        f"{launch.name}.ptx": compiled.asm["ptx"].encode(),
+        f"{name}.json": json.dumps(metadata, default=vars).encode(),
+        f"{name}.cubin": bytes(compiled.asm["cubin"]),
+        f"{name}.ptx": compiled.asm["ptx"].encode(),
     }
+    plain = {key: value for key, value in metadata.items() if _plain(value)}
+    return described(request, plain, _entry_name(compiled.hash), files)
+
+
+def described(
+    request: Request, metadata: Mapping[str, Any], cache_key: str, files: Mapping[str, bytes]
+) -> CompiledKernel:
+    """The kernel of a request, from what compiling it gave."""
+    launch, source = request.launch, request.source
+    constants = {launch.kernel.arg_names[path[0]]: value for path, value in source.constants.items()}
     return CompiledKernel(
-        launch.name, hashlib.sha256(text.encode()).hexdigest(), target.name, launch.config, source.signature,
-        {launch.kernel.arg_names[path[0]]: value for path, value in source.constants.items()},
-        launch.kernel.src, {k: v for k, v in metadata.items() if _plain(v)}, _entry_name(compiled.hash), files,
+        launch.name, request.key, request.target.name, launch.config, source.signature, constants, launch.kernel.src,
+        metadata, cache_key, files,
     )  # fmt: skip
+
+
+def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
+    """Compile one recorded launch; raises as `requested` and `compile_request` do."""
+    return compile_request(requested(launch, target))
+
+
+def _failure(launch: Launch, target: Target, error: Exception) -> OfflineCompileError:
+    constants = " ".join(f"{name}={value}" for name, value in launch.constants.items())
+    cause = (str(error).strip().splitlines() or [""])[0]
+    said = f"{type(error).__name__}: {cause}".rstrip(": ")
+    return OfflineCompileError(f"cannot compile {launch.name} for {target.name} ({launch.config}, {constants}): {said}")
 
 
 def _entry_name(digest: str) -> str:
@@ -122,7 +165,3 @@ def _entry_name(digest: str) -> str:
 
 def _plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool | list | tuple)
-
-
-def _shown(constants: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in constants.items())

@@ -57,7 +57,7 @@ def open_jobs(
 
 def tune_modelled(jobs: Sequence[Job], target: Target, database: Database, processes: int) -> Iterator[Outcome]:
     """Compile every job and rank it by the model; each record is kept as soon as it is known."""
-    for job, result in compile_jobs(list(jobs), target, processes):
+    for job, result in compile_jobs(list(jobs), target, processes, code=False):
         outcome = _modelled(job, result, target)
         if outcome.record is not None:
             database.put([outcome.record])
