@@ -21,6 +21,10 @@ TENSOR_CORE = {
 }  # fmt: skip
 _WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
+_LABEL = re.compile(r"(\.L\w+):")
+_INSTRUCTION = re.compile(r"\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b")
+_TO = re.compile(r"`\((\.L\w+)\)")
+
 
 class ToolError(RuntimeError):
     """A tool of the CUDA binary utilities is missing or failed; the message names it and what to do."""
@@ -32,6 +36,9 @@ class Facts:
 
     stack_bytes: per thread, spills and local arrays. spills: instructions that access local memory.
     loads, stores: of global memory, {bytes per thread: instructions}. tensor_core: {mnemonic: instructions}.
+    loop_instructions, loop_bytes: of `instructions`, and of what a thread loads (into registers or shared memory, TMA
+    aside), the part that lies within a loop, that is before a branch back; inner loops count once. copied_bytes: by
+    asynchronous copies of a thread.
     """
 
     registers: int
@@ -44,6 +51,14 @@ class Facts:
     tensor_core: dict[str, int] = field(default_factory=dict)
     tma: int = 0
     async_copies: int = 0
+    copied_bytes: int = 0
+    loop_instructions: int = 0
+    loop_bytes: int = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """By all load instructions of a thread, each run once."""
+        return sum(width * count for width, count in self.loads.items()) + self.copied_bytes
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Facts:
@@ -75,12 +90,20 @@ def parse(usage: str, sass: str) -> Facts:
     loads: Counter[int] = Counter()
     stores: Counter[int] = Counter()
     tensor_core: Counter[str] = Counter()
-    spills = tma = copies = total = 0
-    for mnemonic in re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", sass, re.M):
-        total += 1
-        name, *parts = mnemonic.split(".")
+    spills = tma = copies = copied = 0
+    loaded: list[int] = []  # bytes, of every instruction
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for line in sass.splitlines():
+        if (label := _LABEL.match(line)) is not None:
+            labels[label[1]] = len(loaded)
+            continue
+        if (found := _INSTRUCTION.match(line)) is None:
+            continue
+        name, *parts = found[1].split(".")
+        width = next((_WIDTH[part] for part in parts if part in _WIDTH), 4)
+        loaded.append(width if name in ("LDG", "LDGSTS") else 0)
         if name in ("LDG", "STG"):
-            width = next((_WIDTH[part] for part in parts if part in _WIDTH), 4)
             (loads if name == "LDG" else stores)[width] += 1
         elif name in ("LDL", "STL"):
             spills += 1
@@ -88,12 +111,19 @@ def parse(usage: str, sass: str) -> Facts:
             tma += 1
         elif name in ("LDGSTS", "UBLKCP"):
             copies += 1
+            copied += width if name == "LDGSTS" else 0
         elif name in TENSOR_CORE:
             tensor_core[name] += 1
+        elif name == "BRA" and (to := _TO.search(line)) is not None:
+            branches.append((len(loaded) - 1, to[1]))
+    inside = {
+        at for end, label in branches for at in range(labels.get(label, end), end + 1) if labels.get(label, end) < end
+    }
     return Facts(
         registers=numbers["REG"], stack_bytes=numbers.get("STACK", 0), static_shared_bytes=numbers.get("SHARED", 0),
-        spills=spills, instructions=total, loads=dict(sorted(loads.items())), stores=dict(sorted(stores.items())),
-        tensor_core=dict(tensor_core), tma=tma, async_copies=copies,
+        spills=spills, instructions=len(loaded), loads=dict(sorted(loads.items())), stores=dict(sorted(stores.items())),
+        tensor_core=dict(tensor_core), tma=tma, async_copies=copies, copied_bytes=copied,
+        loop_instructions=len(inside), loop_bytes=sum(loaded[at] for at in inside),
     )  # fmt: skip
 
 

@@ -6,11 +6,14 @@ For each kernel, with the launch's grid and what fits on a multiprocessor at a t
   kernels hand to each other, at the memory's rate times the share of it that the loads in flight can keep busy;
 - arithmetic: the op's FLOPs at the tensor core's rate for the instruction found in the code, or at the rate of ordinary
   arithmetic if there is none, times the share of multiprocessors that have a block;
-- issue: instructions of the code, run once by each warp, as if the code had no loops; a lower bound;
+- issue: instructions of the code, run by each warp, those in loops as often as it takes to load the bytes that the
+  kernel has to read (`trips`); once where that cannot be told;
 - a wave that is only partly full takes as long as a full one; every launch costs `LAUNCH_US`.
 
-The three overlap, so the largest counts. Known weaknesses: loops are not unrolled in the count of instructions, caches
-are ignored, and constants below are guesses where they say so. Order between configs of one template is what it is for.
+The three overlap, so the largest counts. Known weaknesses: what blocks read again is not counted, so loops run longer
+than the model thinks; loops that copy by TMA or load nothing count once; caches are ignored; constants below are
+guesses where they say so. Order between configs of one template is what it is for. docs/cost_model.md compares it with
+other orders.
 """
 
 from __future__ import annotations
@@ -45,6 +48,36 @@ def predict(built: Sequence[Built], target: Target) -> Prediction:
     return Prediction(sum(part.time_us for part in parts), slowest.bound)
 
 
+def trips(built: Built, mains: int = 1) -> float:
+    """How often the loops of a kernel run, at least 1: until they have loaded what is left of the bytes to read.
+
+    mains: kernels of the call that take its arguments.
+    """
+    facts, blocks = built.facts, math.prod(built.grid)
+    if not facts.loop_bytes or not blocks:
+        return 1.0
+    share = 1 / mains if built.main else 0.0
+    needed = (share * built.job.call.cost().numbers()["read_bytes"] + built.scratch_bytes) / blocks
+    threads = 32 * built.kernel.warps
+    before = threads * (facts.loaded_bytes - facts.loop_bytes)
+    return max(1.0, (needed - before) / (threads * facts.loop_bytes))
+
+
+def issued(built: Built, mains: int = 1) -> float:
+    """Instructions that all warps of a launch run, as far as `trips` can tell."""
+    facts = built.facts
+    of_a_warp = facts.instructions + (trips(built, mains) - 1.0) * facts.loop_instructions
+    return of_a_warp * built.kernel.warps * math.prod(built.grid)
+
+
+def bytes_in_flight(built: Built, target: Target) -> float:
+    """What the resident blocks can have asked for at a time: loads of all threads (256 bytes each at most), and TMA."""
+    kernel, facts = built.kernel, built.facts
+    fits = occupancy(target, kernel.warps, facts.registers, kernel.shared_bytes, kernel.tensor_memory_columns)
+    resident = min(math.prod(built.grid), fits.blocks * int(target.sm_count.value or 0))
+    return resident * (kernel.warps * 32 * min(facts.loaded_bytes, 256) + kernel.shared_bytes * bool(facts.tma))
+
+
 def _kernel(built: Built, target: Target, mains: int) -> Prediction:
     kernel, facts = built.kernel, built.facts
     fits = occupancy(target, kernel.warps, facts.registers, kernel.shared_bytes, kernel.tensor_memory_columns)
@@ -58,8 +91,7 @@ def _kernel(built: Built, target: Target, mains: int) -> Prediction:
     cost = built.job.call.cost().numbers()
     share = 1 / mains if built.main else 0.0
     moved = share * (cost["read_bytes"] + cost["write_bytes"]) + built.scratch_bytes
-    per_thread = sum(width * count for width, count in facts.loads.items()) + 16 * facts.async_copies
-    in_flight = resident * kernel.warps * 32 * min(per_thread, 256) + resident * kernel.shared_bytes * bool(facts.tma)
+    in_flight = bytes_in_flight(built, target)
     busy = min(1.0, in_flight / (rate * LATENCY_US * 1e-6)) if in_flight else 1.0
     used = min(1.0, resident / processors)
     if facts.tensor_core:
@@ -69,7 +101,7 @@ def _kernel(built: Built, target: Target, mains: int) -> Prediction:
     seconds = {
         "memory": moved / (rate * busy),
         "arithmetic": share * cost["flops"] / (peak * used),
-        "issue": facts.instructions * kernel.warps * blocks / (4 * CLOCK_HZ * processors * used),
+        "issue": issued(built, mains) / (4 * CLOCK_HZ * processors * used),
     }
     bound = max(seconds, key=lambda name: seconds[name])
     time_us = max(LATENCY_US, seconds[bound] * 1e6 * rounding) + LAUNCH_US

@@ -106,3 +106,24 @@ def test_facts_from_the_text_of_the_tools() -> None:
     assert "FP8/FP4" in facts.describe_tensor_core()
     with pytest.raises(ToolError, match="no registers"):
         parse("nothing", sass)
+
+
+def test_loops_from_the_branches_back() -> None:
+    """Inner loops once, branches ahead not at all, nor the trap behind the end that branches to itself."""
+    sass = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64] ;
+.L_x_2:
+        /*0020*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0030*/               @P1 BRA `(.L_x_2) ;
+        /*0040*/               @P0 BRA `(.L_x_3) ;
+        /*0050*/              @!P0 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0060*/                   EXIT ;
+.L_x_4:
+        /*0070*/                   BRA `(.L_x_4);
+    """
+    facts = parse("REG:40", sass)
+    assert (facts.instructions, facts.loop_instructions, facts.loop_bytes) == (8, 5, 24)
+    assert facts.copied_bytes == 16 and facts.loaded_bytes == 40

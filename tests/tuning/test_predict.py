@@ -12,7 +12,7 @@ from dscompile.tuning.build import Built, Job, compile_job
 from dscompile.tuning.calls import Call, TensorSpec
 from dscompile.tuning.disassembly import Facts
 from dscompile.tuning.offline import CompiledKernel
-from dscompile.tuning.predict import LATENCY_US, LAUNCH_US, predict
+from dscompile.tuning.predict import LATENCY_US, LAUNCH_US, issued, predict, trips
 
 TARGET = get_target("sm_103a")
 
@@ -82,3 +82,19 @@ def test_compiled_kernels_have_a_time_and_say_which_arguments_are_theirs() -> No
     assert kernel.main and kernel.scratch_bytes == 0
     assert predict(kernels, TARGET).time_us >= LAUNCH_US
     assert predict([replace(kernel, scratch_bytes=1 << 30)], TARGET).time_us > 100
+
+
+def test_loops_run_until_the_bytes_are_read() -> None:
+    """By hand: 128 threads, 16 bytes before the loop and 32 in each round, rows of 16 KiB."""
+    looping = {"instructions": 100, "loop_instructions": 40, "loads": {16: 3}, "loop_bytes": 32}
+    call = norm(64, 8192)
+    kernel = built(call, (64,), looping)
+    assert trips(kernel) == pytest.approx((8192 * 2 - 128 * 16) / (128 * 32))
+    assert issued(kernel) == pytest.approx((100 + (trips(kernel) - 1) * 40) * 4 * 64)
+    assert trips(built(norm(64, 64), (64,), looping)) == 1.0
+    assert trips(built(call, (64,), {**looping, "loop_bytes": 0})) == 1.0  # cannot be told
+    assert trips(built(call, (0,), looping)) == 1.0
+    assert trips(replace(kernel, main=False)) == 1.0
+    rounds = predict([built(call, (64,), {**looping, "instructions": 10**6, "loop_instructions": 10**6})], TARGET)
+    once = predict([built(call, (64,), {**looping, "instructions": 10**6})], TARGET)
+    assert rounds.bound == once.bound == "issue" and rounds.time_us > 2 * once.time_us
