@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dscompile.targets import Target
+from dscompile.templates.triton.device.hc import post_factors, streams_at
 from dscompile.templates.triton.launching import launch
 from dscompile.templates.triton.record import Config, Meta, Sizes, TritonTemplate, config
 
 MOST_STREAMS = 8
+MANY = config(4, 1, BLOCK_D=1024)
 
 
 @triton.jit
@@ -28,26 +30,12 @@ def hc_post_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < D
-    kind = streams.dtype.element_ty
-    given = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
-    given = given.to(tl.float32) if FP32 else given.to(kind).to(tl.float32)
-    # All loads before the first store: behind one, the compiler would load the streams again.
-    loaded = ()
-    for i in tl.static_range(STREAMS):
-        at = streams + row * token_stride + i * stream_stride + column
-        loaded = loaded + (tl.load(at, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    factors = post_factors(y, post, comb, row, None, streams.dtype.element_ty, STREAMS, FP32)
+    made = streams_at(
+        streams, token_stride, stream_stride, y, y_stride, factors, row, column, inside, STREAMS, FP32
+    )  # fmt: skip
     for j in tl.static_range(STREAMS):
-        factor = tl.load(post + row * STREAMS + j)
-        factor = factor.to(tl.float32) if FP32 else factor.to(kind).to(tl.float32)
-        spread = factor * given
-        mixed = tl.zeros((BLOCK_D,), tl.float32)
-        for i in tl.static_range(STREAMS):
-            share = tl.load(comb + (row * STREAMS + i) * STREAMS + j)
-            share = share.to(tl.float32) if FP32 else share.to(kind).to(tl.float32)
-            mixed += share * loaded[i]
-        if not FP32:
-            spread, mixed = spread.to(kind).to(tl.float32), mixed.to(kind).to(tl.float32)
-        tl.store(out + (row * STREAMS + j) * D + column, (spread + mixed).to(kind), mask=inside)
+        tl.store(out + (row * STREAMS + j) * D + column, made[j], mask=inside)
 
 
 def hc_post(
@@ -71,8 +59,8 @@ def hc_post(
 
 
 def _configs(sizes: Sizes, target: Target) -> Iterable[Config]:
-    few, many = config(2, 1, BLOCK_D=512), config(4, 1, BLOCK_D=1024)
-    yield from (few, many) if sizes["N"] <= 64 else (many, few)
+    few = config(2, 1, BLOCK_D=512)
+    yield from (few, MANY) if sizes["N"] <= 64 else (MANY, few)
     yield config(4, 1, BLOCK_D=2048)
 
 

@@ -19,6 +19,18 @@ PRE, HEAD = hc.TEMPLATES
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = st.sampled_from([FP32, BF16, FP16])
 SM103 = get_target("sm_103a")
+FORMS = ["one", "split", "whole"]
+
+
+def of_form(template: Any, call: tuple[Any, ...], form: str) -> Any:
+    """The first config in which the columns of a token are shared by programs and one of those finishes, or a second
+    kernel does, or nothing is shared."""
+    wanted = {
+        "one": lambda c: c["ONE"],
+        "split": lambda c: c["SPAN"] and not c["ONE"],
+        "whole": lambda c: not c["SPAN"],
+    }
+    return next(c for c in space(template, call, SM103) if wanted[form](c))
 
 
 def pre_case(tokens: int, n: int, size: int, kind: torch.dtype, weights: torch.dtype = FP32) -> list[Any]:
@@ -64,8 +76,7 @@ def test_pre(data: st.DataObject) -> None:
     weight = (torch.rand(size) + 0.5).to(data.draw(KINDS)) if data.draw(st.booleans()) else None
     eps, first = data.draw(st.sampled_from([1e-20, 1e-6])), data.draw(st.booleans())
     call = (*args, weight, eps, data.draw(st.sampled_from([1e-6, 0.0])), data.draw(st.integers(1, 4)), eps, first)
-    whole = data.draw(st.booleans())
-    config = next(c for c in space(PRE, call, SM103) if (c["SPAN"] == 0) == whole)
+    config = of_form(PRE, call, data.draw(st.sampled_from(FORMS)))
     close_pre(PRE.fn(*call, config=config, target=SM103), call)
 
 
@@ -108,14 +119,13 @@ def test_the_mix_is_as_exact_as_in_fp32(pieces: torch.dtype) -> None:
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 9), st.sampled_from([1, 2, 4]), st.sampled_from([16, 72]), KINDS, KINDS, st.booleans())
-def test_head(tokens: int, n: int, size: int, kind: torch.dtype, weights: torch.dtype, whole: bool) -> None:
+@given(st.integers(0, 9), st.sampled_from([1, 2, 4]), st.sampled_from([16, 72]), KINDS, KINDS, st.sampled_from(FORMS))
+def test_head(tokens: int, n: int, size: int, kind: torch.dtype, weights: torch.dtype, form: str) -> None:
     torch.manual_seed(tokens)
     streams, fn = torch.randn(tokens, n, size).to(kind), (torch.randn(n, n * size) * (n * size) ** -0.5).to(weights)
     args = (streams, fn, torch.rand(1), torch.randn(n), 1e-6, 1e-6)
     want = reference(HEAD, *args)
-    config = next(c for c in space(HEAD, args, SM103) if (c["SPAN"] == 0) == whole)
-    got = HEAD.fn(*args, config=config, target=SM103)
+    got = HEAD.fn(*args, config=of_form(HEAD, args, form), target=SM103)
     gates = torch.full((tokens, n), 1.0)
     assert got.dtype == want.dtype and ((got.double() - want.double()).abs() <= x_bound(streams, gates, None, 0)).all()
 
@@ -155,18 +165,19 @@ def test_sinkhorn(matrices: int, n: int, iters: int, kind: torch.dtype, eps: flo
 
 
 @pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
-def test_bytes_of_pre(whole: bool, delayed: bool) -> None:
-    """Streams and fn once. What kernels wrote themselves comes from the cache; the sums of splits are counted here."""
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_of_pre(form: str, delayed: bool) -> None:
+    """Streams and fn once. What kernels wrote themselves comes from the cache; the sums of splits, in rows of 28
+    numbers, are counted here, and the counters of two blocks of tokens."""
     args = (*pre_case(32, 4, 512, BF16), torch.rand(512), 1e-20, 1e-6, 2, 1e-20, False)
     args = args if delayed else (*args[:4], None, *args[5:])
-    config = next(c for c in space(PRE, args, SM103) if (c["SPAN"] == 0) == whole)
+    config = of_form(PRE, args, form)
     with count_traffic() as traffic:
         PRE.fn(*args, config=config, target=SM103)
     cost = spec_of(PRE).cost_of(*args).numbers()
     assert len(traffic._read - traffic._written) <= 1.05 * cost["read_bytes"]
-    splits = 1 if whole else -(-512 // config["SPAN"])
-    assert traffic.distinct_stored == cost["write_bytes"] + splits * 32 * 26 * 4
+    splits = -(-512 // config["SPAN"]) if config["SPAN"] else 1
+    assert traffic.distinct_stored == cost["write_bytes"] + splits * 32 * 28 * 4 + 2 * 4 * config["ONE"]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 40, 64, 256, 1024])
@@ -175,8 +186,8 @@ def test_sums_of_splits_are_small(tokens: int) -> None:
     sizes = {"N": tokens, "n": 4, "D": 5120, "x_bytes": 2, "fn_bytes": 4}
     cost = spec_of(PRE).cost(**sizes).numbers()
     config = PRE.space(sizes, SM103)[0]
-    assert config["SPAN"] > 0
-    assert 2 * -(-5120 // config["SPAN"]) * tokens * 26 * 4 <= 0.06 * (cost["read_bytes"] + cost["write_bytes"])
+    assert config["SPAN"] > 0 and config["ONE"] == (tokens <= 64)
+    assert 2 * -(-5120 // config["SPAN"]) * tokens * 28 * 4 <= 0.06 * (cost["read_bytes"] + cost["write_bytes"])
 
 
 def test_bytes_of_post_and_sinkhorn() -> None:

@@ -25,6 +25,7 @@ store_rows(Tensor(a!) pool, Tensor rows, Tensor slots) -> ()
 norm_rope_store(Tensor(a!) pool, Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor slots, float eps, str format) -> Tensor
 hc_pre(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor? pre_in, Tensor? norm_weight, float mix_eps, float hc_eps, int iters, float norm_eps, bool norm_first) -> (Tensor x, Tensor pre, Tensor post, Tensor comb)
 hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb, bool fp32) -> Tensor
+hc_post_pre(Tensor y, Tensor streams, Tensor post, Tensor comb, bool fp32, Tensor fn, Tensor scale, Tensor base, Tensor? pre_in, Tensor? norm_weight, float mix_eps, float hc_eps, int iters, float norm_eps, bool norm_first) -> (Tensor streams, Tensor x, Tensor pre, Tensor post, Tensor comb)
 hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float mix_eps, float hc_eps) -> Tensor
 sinkhorn(Tensor logits, int iters, float eps) -> Tensor
 router(Tensor x, Tensor weight, Tensor? bias, Tensor? forced_indices, int top_k, str score_fn, bool normalize, float norm_eps, float scale, bool fp32) -> (Tensor weights, Tensor indices)
@@ -92,6 +93,9 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
         ("hc_pre", (rand(n, 2, 16), rand(8, 32), rand(3), rand(8), rand(n, 2), None, 1e-20, 1e-6, 2, 1e-20, False)),
         *[("hc_post", (rand(n, 16, dtype=BF16), rand(n, 4, 16, dtype=BF16), rand(n, 4), rand(n, 4, 4), f))
           for f in (True, False)],
+        *[("hc_post_pre", (rand(2, n, 16, dtype=BF16), rand(2, n, 4, 16, dtype=BF16), rand(2, n, 4), rand(2, n, 4, 4),
+                           f, rand(24, 64), rand(3), rand(24), rand(2, n, 4) if f else None, rand(16), 1e-6, 1e-6, 3,
+                           1e-6, f)) for f in (True, False)],
         ("hc_head", (rand(n, 4, 16, dtype=BF16), rand(4, 64), rand(1), rand(4), 1e-6, 1e-6)),
         ("sinkhorn", (rand(n, 4, 4), 20, 1e-6)),
         ("router", (rand(n, 16, dtype=BF16), rand(6, 16, dtype=BF16), rand(6), None, 2, "sqrtsoftplus", True, 1e-20,

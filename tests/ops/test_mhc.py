@@ -114,6 +114,20 @@ def test_head_matches_float64() -> None:
     torch.testing.assert_close(ops.hc_head(streams, fn, scale, base, 1e-6, 1e-6).double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize("delayed", [True, False])
+def test_post_and_pre_are_the_two_after_each_other(fp32: bool, delayed: bool) -> None:
+    y, streams = torch.randn(2, 3, 16).bfloat16(), torch.randn(2, 3, 4, 16).bfloat16()
+    post, comb, pre_in = torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4) if delayed else None
+    rest = (torch.randn(24, 64), torch.rand(3), torch.randn(24), pre_in, torch.rand(16), 1e-6, 1e-6, 3, 1e-6, False)
+    got = ops.hc_post_pre(y, streams, post, comb, fp32, *rest)
+    made = ops.hc_post(y, streams, post, comb, fp32)
+    for have, want in zip(got, (made, *ops.hc_pre(made, *rest)), strict=True):
+        assert torch.equal(have, want)
+    with pytest.raises(ValueError, match=r"dsv4::hc_pre: shape of fn is \[24, 64\]; allowed: \[24, 68\]"):
+        ops.hc_post_pre(torch.ones(1, 17), torch.ones(1, 4, 17), torch.ones(1, 4), torch.ones(1, 4, 4), fp32, *rest)
+
+
 def test_arguments_are_checked() -> None:
     streams, fn, scale, base = torch.ones(2, 4, 8), torch.ones(24, 32), torch.ones(3), torch.ones(24)
 
