@@ -9,97 +9,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dscompile.formats import FORMATS
 from dscompile.targets import Target, get_target
-from dscompile.templates.triton.record import Config, config
+from dscompile.templates.triton.record import Config
 from dscompile.templates.triton.sparse_attention import TEMPLATES
+from support.attention import CONFIGS, DTYPES, FP4, FP8, assert_close, blocks, case
 from support.kernels import named, parameters, reference, runs, spec_of
 from support.triton_interpreter import count_traffic
 
-(TEMPLATE,) = TEMPLATES
+TEMPLATE, PAGED = TEMPLATES
 SM90 = get_target("sm_90a")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FP8, FP4 = "fp8_g32_ue8m0", "fp4_g16_e4m3"
-
-
-def blocks(splits: int = 1, swap: int = 0, tokens: int = 1, keys: int = 16, heads: int = 16) -> Config:
-    return config(4, 1, BLOCK_H=heads, TOKENS=tokens, BLOCK_N=keys, SPLITS=splits, SWAP=swap)
-
-
-# One pass, split over keys, transposed, several tokens together
-CONFIGS = (blocks(), blocks(splits=3), blocks(swap=1, tokens=2, splits=2, keys=32), blocks(tokens=4))
-
-
-def case(
-    batch: int = 2, tokens: int = 3, heads: int = 4, dim: int = 32, rows: int = 20, window: int = 8, comp: int = 33,
-    picks: int = 9, dtype: torch.dtype = torch.bfloat16, mode: str = "list",
-    formats: tuple[str, str] = ("none", "none"), rope_q: bool = True, position: int = 13, half: int = 4,
-) -> list[Any]:  # fmt: skip
-    """Arguments of the op. mode: "list" (with -1 and duplicates), "count" or "none"."""
-    q = torch.randn(batch, tokens, heads, dim).to(dtype)
-    window_kv, comp_kv = torch.randn(batch, rows, dim).to(dtype), torch.randn(batch, comp, dim).to(dtype)
-    window_kv = window_kv if formats[0] == "none" else FORMATS[formats[0]].pack(window_kv)
-    comp_kv = comp_kv if formats[1] == "none" else FORMATS[formats[1]].pack(comp_kv)
-    q_pos = (torch.arange(tokens) + position).repeat(batch, 1)
-    start = torch.full((batch,), position + tokens - rows)
-    index = count = cos = sin = None
-    if mode == "list":
-        index = torch.randint(-1, comp, (batch, tokens, picks)) if comp else torch.full((batch, tokens, picks), -1)
-    elif mode == "count":
-        count = torch.randint(-2, comp + 3, (batch, tokens))
-    if half:
-        angle = torch.rand(batch, tokens, half) * 6
-        cos, sin = angle.cos(), angle.sin()
-    return [q, window_kv, q_pos, start, window, None if mode == "none" else comp_kv, index, count, torch.randn(heads),
-            dim**-0.5, cos, sin, rope_q and half > 0, *formats]  # fmt: skip
-
-
-def values(rows: Tensor, name: str, dim: int, dtype: torch.dtype) -> Tensor:
-    return rows.to(dtype) if name == "none" else FORMATS[name].unpack(rows.contiguous(), dim, dtype)
-
-
-def exact(args: list[Any]) -> tuple[Tensor, Tensor]:
-    """The result in float64, and for every element the sum of its terms' absolute values."""
-    q, window_kv, q_pos, start, window, comp_kv, index, count, sink, scale, cos, sin, rope_q, *formats = args
-    if rope_q:
-        q = torch.ops.dsv4.rope(q, cos.unsqueeze(2), sin.unsqueeze(2), False)
-    dim, out = q.shape[3], torch.zeros(q.shape, dtype=torch.float64)
-    size = torch.zeros_like(out)
-    near = values(window_kv, formats[0], dim, q.dtype).double()
-    far = None if comp_kv is None else values(comp_kv, formats[1], dim, q.dtype).double()
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            at = torch.arange(near.shape[1]) + start[b]
-            keys = near[b, (at >= 0) & (at <= q_pos[b, t]) & (q_pos[b, t] - at < window)]
-            if far is not None and index is not None:
-                keys = torch.cat((keys, far[b, index[b, t][index[b, t] >= 0].long()]))
-            elif far is not None:
-                keys = torch.cat((keys, far[b, : max(0, int(count[b, t]))]))
-            if len(keys) == 0:
-                continue
-            z = q[b, t].double() @ keys.T * scale
-            top = z.amax(-1, keepdim=True)
-            p = torch.exp(z - top)
-            total = p.sum(-1, keepdim=True)
-            if sink is not None:
-                total = total + torch.exp(sink.double()[:, None] - top)
-            out[b, t], size[b, t] = p @ keys / total, p @ keys.abs() / total
-    if cos is not None:
-        out = torch.ops.dsv4.rope(out.float(), cos.unsqueeze(2), sin.unsqueeze(2), True).double()
-        kept = dim - 2 * cos.shape[-1]
-        pairs = size[..., kept:].unflatten(-1, (-1, 2)).sum(-1, keepdim=True)
-        size[..., kept:] = pairs.expand(*pairs.shape[:-1], 2).flatten(-2)
-    return out, size
-
-
-def assert_close(got: Tensor, args: list[Any]) -> None:
-    """A rounding of p, one of the result, and with rotation two more; the rest is fp32."""
-    want, size = exact(args)
-    assert got.dtype == args[0].dtype and got.shape == args[0].shape
-    unit = torch.finfo(got.dtype).eps / 2
-    bound = (4 * unit + 3e-6) * size + torch.finfo(got.dtype).tiny
-    worst = ((got.double() - want).abs() - bound).max() if got.numel() else torch.tensor(0.0)
-    assert worst <= 0, f"{float(worst)} beyond the bound"
 
 
 def run(args: list[Any], chosen: Config, target: Target = SM90) -> Tensor:
@@ -259,15 +177,16 @@ def test_nothing_to_do(empty: dict[str, int]) -> None:
 
 
 def test_bytes() -> None:
-    """Decode of rows as they are released: everything once; a split adds what it hands to the combining kernel."""
+    """Decode of rows as they are released: everything once; a split adds the parts that are put together at the end."""
     args = case(2, 1, 16, 128, 16, 16, 256, 48, formats=(FP8, FP4), half=16, position=900)
     args[6] = torch.stack([torch.randperm(256)[:48] for _ in range(2)]).unsqueeze(1)
     cost = spec_of(TEMPLATE).cost_of(*args).numbers()
-    for splits in (1, 2):
+    for splits, combine in ((1, 0), (2, 0), (2, 1)):
         handed = 0 if splits == 1 else 2 * splits * 16 * (128 + 2) * 4
         with count_traffic() as traffic:
-            run(args, blocks(splits=splits))
+            run(args, blocks(splits=splits, combine=combine))
         turned = 2 * 16 * 32 * 2 if splits == 1 else 0
+        handed += 2 * 4 * combine  # a counter for each sequence
         assert traffic.distinct_stored == cost["write_bytes"] + handed
         assert traffic.stored == traffic.distinct_stored + turned  # the rotated part is stored twice
         assert traffic.distinct_loaded <= 1.1 * cost["read_bytes"] + handed + turned

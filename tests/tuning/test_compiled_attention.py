@@ -9,10 +9,10 @@ from dscompile.targets import TARGETS, Target, get_target
 from dscompile.templates.triton.record import Config
 from dscompile.templates.triton.sparse_attention import TEMPLATES
 from dscompile.tuning.disassembly import Facts
-from support.kernels import spec_of
+from support.kernels import space, spec_of
 from support.offline import compiled, meta
 
-(TEMPLATE,) = TEMPLATES
+TEMPLATE, PAGED = TEMPLATES
 GPUS = [target for target in TARGETS.values() if target.capability]
 FP8, FP4 = "fp8_g32_ue8m0", "fp4_g16_e4m3"
 
@@ -31,6 +31,12 @@ def arguments(
         None if picks is None or picks else meta(batch, tokens, dtype=int64),
         meta(heads, dtype=torch.float32), 512**-0.5, angle, angle, True, FP8, FP4,
     )  # fmt: skip
+
+
+def paged(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same call with the window's rows in a pool."""
+    q, window_kv, *rest = args
+    return q, meta(100_000, 528, dtype=torch.uint8), meta(*window_kv.shape[:2], dtype=torch.int64), *rest
 
 
 def first_with(target: Target, args: tuple[Any, ...], **constants: int) -> Config:
@@ -57,13 +63,24 @@ def test_decode(target: Target, batch: int) -> None:
     else:
         chosen = TEMPLATE.space(spec_of(TEMPLATE).sizes(*args), target)[0]
     kernels = compiled(TEMPLATE, args, target, chosen)
-    assert set(kernels) == {"sparse_attention_kernel"} | ({"combine_kernel"} if chosen["SPLITS"] > 1 else set())
     assert (chosen["SPLITS"] > 1) == (batch == 8)
+    assert ("combine_kernel" in kernels) == (batch == 8 and not chosen["COMBINE"])
     kernel, facts = kernels["sparse_attention_kernel"]
     check(facts, "UTCHMMA" if target.has("tcgen05") else "HMMA")
     assert kernel.tensor_memory_columns <= 512
-    if batch == 8:
-        assert kernels["combine_kernel"][1].registers <= 128
+    if "combine_kernel" in kernels:
+        assert kernels["combine_kernel"][1].registers <= 128 and kernels["combine_kernel"][1].loads[16] >= 8
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+@pytest.mark.parametrize("batch", [8, 256])
+def test_decode_from_a_pool_in_one_launch(target: Target, batch: int) -> None:
+    """The window's rows through slots. Of 8 sequences the last program of a tile of heads puts the parts together."""
+    args = paged(arguments(batch))
+    chosen = PAGED.space(spec_of(PAGED).sizes(*args), target)[0]
+    assert (chosen["SPLITS"] > 1) == bool(chosen["COMBINE"]) == (batch == 8)
+    ((kernel, facts),) = compiled(PAGED, args, target, chosen).values()
+    check(facts, "UTCHMMA" if kernel.tensor_memory_columns else "HMMA")
 
 
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
@@ -112,10 +129,6 @@ def test_plain_rows(target: Target) -> None:
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
 def test_every_config(target: Target) -> None:
     """All tiles that the check lets through compile without spills."""
-    args = arguments(8)
-    seen = set()
-    for chosen in TEMPLATE.space(spec_of(TEMPLATE).sizes(*args), target):
-        tile = tuple(item for item in chosen.constants if item[0] != "SPLITS")
-        if (chosen.num_warps, chosen.num_stages, tile) not in seen:
-            seen.add((chosen.num_warps, chosen.num_stages, tile))
-            compiled(TEMPLATE, args, target, chosen)
+    for template, args in ((TEMPLATE, arguments(8)), (PAGED, paged(arguments(8))), (TEMPLATE, arguments(8, heads=128))):
+        for chosen in space(template, args, target):
+            compiled(template, args, target, chosen)

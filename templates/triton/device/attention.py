@@ -70,7 +70,7 @@ def attend(q, keys, valid, at, low, high, top, total, acc, scale, TOKENS: tl.con
         odd = tl.max((tl.abs(keys.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1) > 0
         keys = tl.where(odd[:, None], 0.0, keys).to(keys.dtype)
         at = tl.expand_dims(at, 1 - AXIS)
-        seen = (at >= tl.expand_dims(low, AXIS)) & (at < tl.expand_dims(high, AXIS))
+        seen = (at >= tl.expand_dims(low, AXIS)) & (at < tl.expand_dims(high, AXIS)) & tl.expand_dims(valid, 1 - AXIS)
     if SWAP:
         z = tl.dot(keys, tl.trans(q), input_precision="ieee") * scale
     else:
@@ -97,3 +97,39 @@ def finished(acc, total, top, sink, head, live, some):
     if sink is not None:
         total += tl.exp(tl.load(sink + head, mask=live, other=0.0).to(tl.float32) - top)
     return tl.where(some[:, None], acc / total[:, None], 0.0)
+
+
+@triton.jit
+def combined(
+    part, ends, sink, query, head, live, written, H,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What SPLITS programs have seen of their keys, put together: fp32 [M, BLOCK_D].
+
+    part [.., SPLITS, H, D], ends [.., SPLITS, 2, H]: the sums, maxima and denominators that they left, of which a part
+    without keys has no sum; `query` and `head` [M] say where. written: how many parts, from the first on, have a sum,
+    or None if only their denominators tell. PADDED: SPLITS or more, a power of two. TOGETHER: parts loaded at a time.
+    """
+    split = tl.arange(0, PADDED)[:, None]
+    place = ends + (query * SPLITS * 2 * H + head)
+    mask = (split < SPLITS) & live[None, :]
+    tops = tl.load(place[None, :] + 2 * split * H, mask=mask, other=START)
+    totals = tl.load(place[None, :] + (2 * split + 1) * H, mask=mask, other=-1.0)
+    top = tl.max(tops, 0)
+    some = tl.max((totals != -1.0).to(tl.int32), 0) > 0
+    total = tl.sum(tl.where(totals == -1.0, 0.0, totals) * tl.exp(tops - top[None, :]), 0)
+    column = tl.arange(0, BLOCK_D)
+    inside = live[:, None] & (column < D)[None, :]
+    at = part + ((query * SPLITS * H + head) * D)[:, None] + column[None, :]
+    acc = tl.zeros((head.shape[0], BLOCK_D), tl.float32)
+    for first in tl.range(0, SPLITS, TOGETHER):
+        for more in tl.static_range(TOGETHER):
+            now = first + more
+            if written is not None:
+                there = tl.full(head.shape, 0, tl.int32) + now < written
+            else:
+                there = live & (tl.full(head.shape, 0, tl.int32) + now < SPLITS)
+                there = tl.load(place + (2 * now + 1) * H, mask=there, other=0.0) > 0.0
+            shrink = tl.exp(tl.load(place + 2 * now * H, mask=live & there, other=START) - top)
+            acc += shrink[:, None] * tl.load(at + now * H * D, mask=inside & there[:, None], other=0.0)
+    return finished(acc, total, top, sink, head, live, some)
