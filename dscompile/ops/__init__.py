@@ -13,6 +13,7 @@ from dscompile.ops import (  # noqa: F401 - importing a module registers its ope
     experts_packed,
     gather,
     index,
+    linear,
     linear_packed,
     mhc,
     mhc_fused,

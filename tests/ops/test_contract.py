@@ -38,6 +38,8 @@ index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor?
 index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
 sparse_attention(Tensor q, Tensor window_kv, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, str window_format, str comp_format) -> Tensor
 sparse_attention_paged(Tensor q, Tensor window_pool, Tensor window_slots, Tensor q_pos, Tensor window_start, int window, Tensor? comp_kv, Tensor? comp_idx, Tensor? n_visible, Tensor? sink, float scale, Tensor? cos, Tensor? sin, bool rope_q, str window_format, str comp_format) -> Tensor
+linears(Tensor x, Tensor w0, Tensor w1, Tensor? w2, Tensor? w3) -> Tensor
+norm_linear(Tensor x, Tensor? norm_weight, float eps, str rounding, Tensor weight) -> (Tensor y, Tensor normed)
 grouped_output(Tensor o, Tensor wo_a, Tensor wo_b) -> Tensor
 engram_gather(Tensor table, Tensor? scales, Tensor rows, ScalarType dtype) -> Tensor
 engram_gate(Tensor streams, Tensor key, Tensor value, Tensor q_weight, Tensor k_weight, Tensor? mask, float eps) -> Tensor
@@ -144,6 +146,11 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
                                     True, "fp8_g32_ue8m0", "fp4_g16_e4m3")),
         ("sparse_attention_paged", (rand(2, n, 3, 32), rand(9, 32), torch.randint(-1, 9, (2, 7)).int(), pos, start, 9,
                                     None, None, None, None, 0.2, None, None, False, "none", "none")),
+        ("linears", (rand(n, 24, dtype=BF16), rand(6, 24, dtype=BF16), rand(10, 24, dtype=BF16), None, None)),
+        ("linears", (rand(n, 24), rand(6, 24), rand(10, 24), rand(3, 24), rand(5, 24))),
+        ("norm_linear", (rand(n, 24, dtype=BF16), rand(24), 1e-6, "fp32", rand(10, 24, dtype=BF16))),
+        ("norm_linear", (rand(n, 24), rand(24), 1e-6, "cast_before_weight", rand(10, 24))),
+        ("norm_linear", (rand(n, 24, dtype=BF16), None, 1e-6, "scale_cast", rand(10, 24, dtype=BF16))),
         ("grouped_output", (rand(2, n, 2, 12), rand(2, 5, 12), rand(16, 10))),
         # as bytes: opcheck itself cannot multiply float8 tensors
         ("engram_gather", (rand(11, 64).to(torch.float8_e4m3fn).view(torch.uint8), torch.randint(120, 130, (11, 2),
