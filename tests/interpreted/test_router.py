@@ -1,5 +1,6 @@
 """The Triton router against its reference: ties, forced choice, many experts (case R17), bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,8 +144,24 @@ def test_bytes(weights: torch.dtype) -> None:
             TEMPLATE.fn(*args, config=config, target=SM103)
         cost = spec_of(TEMPLATE).cost_of(*args).numbers()
         assert len(traffic._read - traffic._written) <= 1.05 * cost["read_bytes"]
-        splits = (traffic.distinct_stored - cost["write_bytes"]) / (32 * 96 * 4)
+        counters = 2 * 4 * config["ONE"]  # of two blocks of tokens
+        splits = (traffic.distinct_stored - cost["write_bytes"] - counters) / (32 * 96 * 4)
         assert splits == int(splits) <= config["SPLITS"]
+
+
+@pytest.mark.parametrize("kind", [FP32, BF16])
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_one_launch_and_two_agree_to_the_bit(tokens: int, kind: torch.dtype) -> None:
+    """With the same shares of columns; blocks of tokens that are not full, and more tokens than one choice is for."""
+    x, weight = torch.randn(tokens, 256).to(kind), torch.randn(384, 256).to(kind) / 16
+    args = (x, weight, torch.rand(384), None, 6, "sqrtsoftplus", True, 1e-20, 1.5, True)
+    one = space(TEMPLATE, args, SM103)[0]
+    assert one["ONE"]
+    constants = tuple((name, 0 if name == "ONE" else value) for name, value in one.constants)
+    two = replace(one, constants=constants)
+    first, second = (TEMPLATE.fn(*args, config=c, target=SM103) for c in (one, two))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    close(first, args)
 
 
 def test_refuses() -> None:
