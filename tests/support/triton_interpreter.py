@@ -211,10 +211,10 @@ def count_traffic() -> Iterator[Traffic]:
         _counting.remove(traffic)
 
 
-def create_masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+def create_masked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
     for traffic in _counting:
         traffic.add(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8, False)
-    return _originals["load"](self, pointers, mask, *rest)
+    return _originals["load"](self, pointers, mask, *rest, **options)
 
 
 def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:

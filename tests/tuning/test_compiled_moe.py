@@ -45,12 +45,28 @@ def test_released_shapes(tokens: int, target: Target) -> None:
     assert set(stores) == {16} and loads[16] >= 6 + 1 + 4
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_copies_by_descriptor(target: Target) -> None:
+    """Everything that the loops read, but for tokens on Hopper; on Blackwell by warps of their own."""
+    args = released(8192)
+    config = space(TEMPLATE, args, target)[1]
+    found = compiled(TEMPLATE, args, target, config)
+    blackwell = target.has("tcgen05")
+    for name in ("moe_up_tma_kernel", "moe_down_tma_kernel"):
+        kernel, facts = found[name]
+        assert set(facts.tensor_core) == {"UTCHMMA" if blackwell else "HGMMA"}
+        assert "cp.async.bulk.tensor" in kernel.ptx and set(facts.stores) == {16}
+        assert ("setmaxnreg" in kernel.ptx) == blackwell
+        assert copies(kernel.ptx) == (set() if blackwell or "down" in name else {16})
+    assert ("tile::gather4" in found["moe_up_tma_kernel"][0].ptx) == blackwell
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_every_config(target: Target) -> None:
     """None of the space spills."""
-    for config in space(TEMPLATE, released(8), target):
-        compiled(TEMPLATE, released(8), target, config)
+    for config in space(TEMPLATE, released(8192), target):
+        compiled(TEMPLATE, released(8192), target, config)
 
 
 def test_a_wider_shared_expert() -> None:

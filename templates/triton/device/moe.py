@@ -6,7 +6,7 @@ The rows of act and of the results are those of the routed pairs, then one a tok
 import triton
 import triton.language as tl
 
-from dscompile.templates.triton.device.gemm import rounded
+from dscompile.templates.triton.device.gemm import clamped_silu, rounded
 
 
 @triton.jit
@@ -57,3 +57,70 @@ def pair_sum(
     if ROUND:
         total = rounded(total, results.dtype.element_ty)
     return total
+
+
+@triton.jit
+def up_tile(
+    weights, w13, w_expert, w_row, own_gate, gate_row, own_up, up_row, act, own_act, rows, tiles, N, TILES,
+    K: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """(expert or -1, first inner value, how many there are, where the gate's rows begin, their stride, where up's rows
+    begin, their stride, tokens int64, alive, weights, rows of act) of this program; the last four [BLOCK_T].
+
+    The programs of the shared expert, of which tokens have weight 1, come first.
+    """
+    program = tl.program_id(0)
+    others = program - tl.cdiv(N, BLOCK_T) * tl.cdiv(SHARED, BLOCK_I)
+    weight = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if others < 0:
+        expert = program * 0
+        part, token, alive = shared_tile(program, N, BLOCK_T)
+        inner = SHARED + program * 0
+        gate, gate_step, up, up_step = own_gate, gate_row, own_up, up_row
+        to = own_act + token * SHARED
+    else:
+        expert, slot, alive, pair = tile_of(tiles, rows, others // tl.cdiv(INNER, BLOCK_I), TILES, BLOCK_T)
+        part = others % tl.cdiv(INNER, BLOCK_I)
+        token = (pair // K).to(tl.int64)
+        inner = INNER + program * 0
+        gate = w13 + expert.to(tl.int64) * w_expert
+        up = gate + INNER * w_row
+        gate_step, up_step = w_row, w_row
+        if BEFORE:
+            weight = tl.load(weights + pair, mask=alive, other=0.0).to(tl.float32)
+        to = act + slot * INNER
+    return expert, part * BLOCK_I, inner, gate, gate_step, up, up_step, token, alive, weight, to
+
+
+@triton.jit
+def store_act(gate, up, limit, weight, to, inner, mask, KIND: tl.constexpr, CLAMP: tl.constexpr, BEFORE: tl.constexpr):
+    """to[inner] = clamped_silu of gate and up [inner, tokens] rounded to KIND; BEFORE: in fp32, times the weight."""
+    gate, up = rounded(gate, KIND), rounded(up, KIND)
+    if BEFORE:
+        result = clamped_silu(gate, up, limit, CLAMP, tl.float32) * weight[None, :]
+    else:
+        result = clamped_silu(gate, up, limit, CLAMP, KIND)
+    tl.store(to[None, :] + inner[:, None], result.to(KIND), mask=mask)
+
+
+@triton.jit
+def down_tile(
+    act, own_act, w2, w_expert, w_row, own_down, down_row, results, own_results, rows, tiles, N, TILES,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(expert or -1, first column, where the weight's rows begin, their stride, act, slots in it int64, alive, rows of
+    the results) of this program."""
+    program = tl.program_id(0)
+    others = program - tl.cdiv(N, BLOCK_T) * tl.cdiv(D, BLOCK_N)
+    if others < 0:
+        expert = program * 0
+        part, slot, alive = shared_tile(program, N, BLOCK_T)
+        w, step, source = own_down, down_row, own_act
+        to = own_results + slot * D
+    else:
+        expert, slot, alive, pair = tile_of(tiles, rows, others // tl.cdiv(D, BLOCK_N), TILES, BLOCK_T)
+        part = others % tl.cdiv(D, BLOCK_N)
+        w, step, source = w2 + expert.to(tl.int64) * w_expert, w_row, act
+        to = results + pair.to(tl.int64) * D
+    return expert, part * BLOCK_N, w, step, source, slot, alive, to
