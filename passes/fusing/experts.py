@@ -37,26 +37,28 @@ def _sum_op(
     )  # fmt: skip
 
 
-def _into_streams(
-    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
-    shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
-) -> Tensor:  # fmt: skip
-    y = torch.ops.dsv4.moe(
-        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32, None, None,
-        None, True,
-    )  # fmt: skip
-    return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, True)
+def _streams(fp32: bool) -> Pattern:
+    def search(
+        x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+        shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
+    ) -> Tensor:  # fmt: skip
+        y = _sum_op(x, weights, indices, w13, w2, shared_gate, shared_up, shared_down, limit)
+        return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, fp32)  # type: ignore[no-any-return]
 
+    def replace(
+        x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+        shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
+    ) -> Tensor:  # fmt: skip
+        out = torch.ops.dsv4.moe(
+            x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32,
+            streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), fp32,
+        )  # fmt: skip
+        return out.unflatten(0, streams.shape[:2])
 
-def _into_streams_op(
-    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
-    shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
-) -> Tensor:  # fmt: skip
-    out = torch.ops.dsv4.moe(
-        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32,
-        streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), True,
+    return Pattern(
+        f"moe.streams.{int(fp32)}", "experts", "fusing", search, replace, inputs={**_INPUTS, **_STREAMS},
+        scalars=_SCALARS, key=torch.ops.dsv4.moe.default,
     )  # fmt: skip
-    return out.unflatten(0, streams.shape[:2])
 
 
 _STORED = {
@@ -81,54 +83,52 @@ def _stored_sum(
     return (routed + linear(act, down, down_scale).float()).to(x.dtype)  # type: ignore[no-any-return]
 
 
-def _stored_moe(
+def _stored_sum_op(
     x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
     gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
-    streams: Tensor | None = None, post: Tensor | None = None, comb: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return torch.ops.dsv4.moe_packed(
+    return torch.ops.dsv4.moe_packed(  # type: ignore[no-any-return]
         x, indices, weights, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit,
-        "e2m1_1x32", torch.float32, streams, post, comb, True,
-    )  # type: ignore[no-any-return]  # fmt: skip
-
-
-def _stored_into_streams(
-    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
-    streams: Tensor, post: Tensor, comb: Tensor,
-) -> Tensor:  # fmt: skip
-    y = _stored_moe(
-        x, weights, indices, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit
-    )
-    return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, True)  # type: ignore[no-any-return]
-
-
-def _stored_streams_op(
-    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
-    streams: Tensor, post: Tensor, comb: Tensor,
-) -> Tensor:  # fmt: skip
-    out = _stored_moe(
-        x, weights, indices, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit,
-        streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1),
+        "e2m1_1x32", torch.float32, None, None, None, True,
     )  # fmt: skip
-    return out.unflatten(0, streams.shape[:2])
+
+
+def _stored_streams(fp32: bool) -> Pattern:
+    def search(
+        x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+        gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+        streams: Tensor, post: Tensor, comb: Tensor,
+    ) -> Tensor:  # fmt: skip
+        y = _stored_sum_op(
+            x, weights, indices, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit
+        )
+        return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, fp32)  # type: ignore[no-any-return]
+
+    def replace(
+        x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+        gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, limit: float,
+        streams: Tensor, post: Tensor, comb: Tensor,
+    ) -> Tensor:  # fmt: skip
+        out = torch.ops.dsv4.moe_packed(
+            x, indices, weights, w13, w13_scale, w2, w2_scale, gate, gate_scale, up, up_scale, down, down_scale, limit,
+            "e2m1_1x32", torch.float32, streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), fp32,
+        )  # fmt: skip
+        return out.unflatten(0, streams.shape[:2])
+
+    return Pattern(
+        f"moe_packed.streams.{int(fp32)}", "experts", "fusing", search, replace,
+        inputs={**_STORED, **_STORED_STREAMS}, scalars=_SCALARS, key=torch.ops.dsv4.moe_packed.default,
+    )  # fmt: skip
 
 
 _BASE = (
     Pattern("moe.sum", "experts", "fusing", _sum, _sum_op, inputs=_INPUTS, scalars=_SCALARS),
     Pattern(
-        "moe.streams", "experts", "fusing", _into_streams, _into_streams_op, inputs={**_INPUTS, **_STREAMS},
-        scalars=_SCALARS,
-    ),
-    Pattern(
-        "moe_packed.sum", "experts", "fusing", _stored_sum, _stored_moe, inputs=_STORED, scalars=_SCALARS,
+        "moe_packed.sum", "experts", "fusing", _stored_sum, _stored_sum_op, inputs=_STORED, scalars=_SCALARS,
         key=torch.ops.dsv4.experts_packed.default,
     ),
-    Pattern(
-        "moe_packed.streams", "experts", "fusing", _stored_into_streams, _stored_streams_op,
-        inputs={**_STORED, **_STORED_STREAMS}, scalars=_SCALARS, key=torch.ops.dsv4.moe_packed.default,
-    ),
+    *map(_streams, (True, False)),
+    *map(_stored_streams, (True, False)),
 )  # fmt: skip
 
 PATTERNS = tuple(variant for pattern in _BASE for variant in with_unit_sizes(pattern))

@@ -1,6 +1,7 @@
 """Products of a few rows: with the norm in front of them, or several of the same rows side by side.
 
-For many rows the library's products are better, and the norm is little beside them.
+For many rows the library's products are better, and the norm is little beside them. In fp32 they always are: there are
+no tensor cores for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dscompile.passes.engine.graphs import find, subgraphs
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 FEW_ROWS = 256
 MOST_WEIGHTS = 4
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def _few(match: Match) -> Reject | None:
@@ -42,7 +44,7 @@ def _normed(rounding: str) -> Pattern:
     return Pattern(
         f"norm_linear.{rounding}", "linear", "fusing", search, replace,
         inputs={"x": "act[*B K]", "norm_weight": "w[K]", "weight": "act[N K]"}, scalars={"eps": 1.3579e-7},
-        guard=_few, ranks=(1, 2),
+        dtypes={"act": NARROW}, guard=_few, ranks=(1, 2),
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def _groups(gm: GraphModule) -> Iterator[list[Node]]:
         x, weight = node.args
         if isinstance(x, Node) and isinstance(weight, Node) and _transposed_input(weight) is not None:
             rows = x.meta["val"].shape[0]
-            if isinstance(rows, int) and rows <= FEW_ROWS:
+            if isinstance(rows, int) and rows <= FEW_ROWS and x.meta["val"].dtype in NARROW:
                 by_factor.setdefault(x, []).append(node)
     for products in by_factor.values():
         for first in range(0, len(products), MOST_WEIGHTS):

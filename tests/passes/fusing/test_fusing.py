@@ -1,0 +1,80 @@
+"""What is fused for GPUs: every place of a small V4.1, and the same numbers as before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dscompile.models.deepseek_v41 import DeepseekV41Config, DeepseekV41ForCausalLM
+from dscompile.passes.default import default_pipeline
+from dscompile.passes.engine.graphs import subgraphs
+from dscompile.passes.engine.testing import functional_graph, run_flat
+from dscompile.passes.fusing import fusing_pipeline
+
+CONFIG = replace(
+    DeepseekV41Config.miniature(), num_hidden_layers=3, compress_ratios=(0, 1, 1), kv_source_layer_ids=(1,),
+    index_source_layer_ids=(1,), candidate_source_layer_id=None, engram_layer_ids=(), engram_num_embeddings=(),
+    hc_sinkhorn_iters=2,
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "stored": {"weights": "packed", "activations": "fp8"}}
+
+
+def graph_of(tokens: int, dtype: torch.dtype, **kind: Any) -> Any:
+    torch.manual_seed(0)
+    model = DeepseekV41ForCausalLM(CONFIG, dtype=dtype, **kind).eval()
+    cache = model.new_cache(2, 160)
+    ids = torch.randint(0, CONFIG.vocab_size, (2, tokens))
+    positions = torch.arange(3, 3 + tokens).expand(2, tokens).contiguous()
+    return functional_graph(lambda i, p: model(i, p, cache), ids, positions, dynamic=False)
+
+
+def calls(graph: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for sub in subgraphs(graph):
+        for node in sub.gm.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("dsv4", "aten"):
+                found[node.target._schema.name.split("::")[1]] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("plain", torch.float32), ("plain", torch.bfloat16), ("stored", torch.bfloat16)], ids=str
+)
+def test_one_token(kind: str, dtype: torch.dtype) -> None:
+    graph = graph_of(1, dtype, **KINDS[kind])
+    default_pipeline().run(graph)
+    before = run_flat(graph)
+    fusing_pipeline().run(graph)
+    after = run_flat(graph)
+    found = calls(graph)
+    assert found["sparse_attention_paged"] == 3 and not found["sparse_attention"]
+    assert found["moe" if kind == "plain" else "moe_packed"] == 3 and not found["experts"] + found["experts_packed"]
+    # A layer ends in its experts: their sum takes the way back into the streams.
+    assert found["hc_post_pre"] == 3 and found["hc_pre"] == 3 and not found["hc_post"]
+    if kind == "plain":
+        narrow = dtype == torch.bfloat16
+        # Of every layer the queries and the window rows; of the full layer the index keys, and x's third product.
+        assert found["norm_linear"] == 4 * narrow and found["linears"] == 3 * narrow
+    else:
+        assert found["linear_packed"] == 3 * 3 + 1 and found["grouped_output_packed"] == 3
+    for old, new in zip(before, after, strict=True):
+        if old.dtype == torch.uint8:  # packed rows: a value may fall into the next code
+            assert (new != old).double().mean() < 0.01
+        elif old.is_floating_point() and old.itemsize > 1:
+            torch.testing.assert_close(new, old, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+def test_a_prompt_keeps_the_library_s_products() -> None:
+    graph = graph_of(140, torch.bfloat16)
+    default_pipeline().run(graph)
+    before = calls(graph)
+    fusing_pipeline().run(graph)
+    found = calls(graph)
+    assert found["sparse_attention"] == 3  # early tokens see rows that later ones replace
+    assert found["moe"] == 3 and found["hc_post_pre"] == 3
+    assert not found["linears"] + found["norm_linear"]
+    assert found["mm"] == before["mm"] - 3 * 3
