@@ -9,6 +9,7 @@ from dscompile.ops import (  # noqa: F401 - importing a module registers its ope
     attention_paged,
     compress,
     engram,
+    exchange,
     experts,
     experts_packed,
     gather,

@@ -150,6 +150,8 @@ _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("unpack_used", "indices"): _below(lambda given: given["rows"].shape[1]),
     **{(op, "indices"): _below(lambda given: given["w13"].shape[0]) for op in _EXPERTS},
     **{(op, "weights"): lambda spec, given, g: torch.rand(spec.shape, generator=g) for op in _EXPERTS},
+    ("pack_rows", "token"): _below(lambda given: given["x"].shape[0]),
+    ("combine_rows", "slot"): _below(lambda given: given["rows"].shape[0]),
     ("router", "forced_indices"): _below(lambda given: given["weight"].shape[0]),
     ("engram_gather", "rows"): _below(lambda given: given["table"].shape[0]),
     # Scales of stored weights: small powers of two, as UE8M0 bytes.

@@ -33,6 +33,8 @@ experts(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, float l
 experts_packed(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, float limit, str weight_format, ScalarType out_dtype) -> Tensor
 moe(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w2, Tensor shared_gate, Tensor shared_up, Tensor shared_down, float limit, bool weight_before_down, ScalarType routed_dtype, Tensor? streams, Tensor? post, Tensor? comb, bool fp32) -> Tensor
 moe_packed(Tensor x, Tensor indices, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor shared_gate, Tensor shared_gate_scale, Tensor shared_up, Tensor shared_up_scale, Tensor shared_down, Tensor shared_down_scale, float limit, str weight_format, ScalarType routed_dtype, Tensor? streams, Tensor? post, Tensor? comb, bool fp32) -> Tensor
+pack_rows(Tensor x, Tensor token, str format) -> Tensor
+combine_rows(Tensor rows, Tensor slot, Tensor? weight) -> Tensor
 compress(Tensor kv, Tensor gate, Tensor? ape, Tensor? prior_kv, Tensor? prior_gate, bool overlap) -> Tensor
 index_topk(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, Tensor? candidates, int top_k, float scale, str key_format, bool ascending, bool newest=False) -> Tensor
 index_topk_candidates(Tensor q, Tensor keys, Tensor head_weights, Tensor n_visible, int top_k, float scale, str key_format, bool ascending, int candidate_blocks, int block_size, bool newest=False) -> (Tensor indices, Tensor candidates)
@@ -122,6 +124,9 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
         ("moe_packed", (rand(n, 64, dtype=BF16), indices, rand(n, 2), octets(4, 64, 64), octets(4, 2, 2),
                         octets(4, 64, 32), octets(4, 2, 1), octets(32, 64), octets(1, 2), octets(32, 64),
                         octets(1, 2), octets(64, 32), octets(2, 1), 0.0, "e4m3_32x32", BF16, None, None, None, True)),
+        *[("pack_rows", (rand(n, 64, dtype=BF16), torch.arange(n) - 1, f)) for f in ("fp8_g32_ue8m0", "bf16")],
+        *[("combine_rows", (rand(n, 24, dtype=BF16), (torch.arange(3 * n) % (n + 1) - 1).view(n, 3), w))
+          for w in (rand(n, 3), None)],
         ("compress", (rand(2, n, 3, 8), rand(2, n, 3, 8), rand(3, 8), None, None, False)),
         ("compress", (rand(2, n, 3, 8, dtype=BF16), rand(2, n, 3, 8, dtype=BF16), rand(3, 8), rand(2, 3, 4),
                       rand(2, 3, 4), True)),
