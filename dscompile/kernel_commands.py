@@ -43,17 +43,24 @@ def build(
     tokens: TokensOption = "4k",
     jobs: JobsOption = None,
     every_config: Annotated[bool, typer.Option(help="All configs of every template, for tuning later.")] = False,
+    cute: Annotated[bool, typer.Option(help="Also the kernels in CuTe DSL that fit; nothing starts them yet.")] = False,
 ) -> None:
     """Compile every Triton kernel that a model needs, without a GPU, into a bundle."""
     from dscompile import compat
     from dscompile.tuning.build import Failure, compile_jobs, first_only, plan
     from dscompile.tuning.bundle import Bundle
 
+    if cute:
+        compat.require_extra("gpu")
+    from dscompile.tuning.cute_build import compile_cute, plan_cute
+
     wanted = workload(model, target, batch, context, role, tokens, jobs)
     machine = wanted.target
     with progress_on(err) as progress:
         select = (lambda call, template, space: space) if every_config else first_only
-        work, failures = plan(wanted.calls(progress), machine, select)
+        calls = wanted.calls(progress)
+        work, failures = plan(calls, machine, select)
+        written, refused = plan_cute(calls, machine, every_config) if cute else ([], {})
         about = {**wanted.as_data(), "every_config": every_config}
         bundle = Bundle(output, machine.name, about, compat.version_text("triton") or "none")
         for failure in failures:
@@ -69,7 +76,14 @@ def build(
                 bundle.fail(result)
             else:
                 bundle.add(result)
+        for written_result in progress.track(compile_cute(written, machine), len(written), description="CuTe DSL"):
+            if isinstance(written_result, Failure):
+                bundle.fail(written_result)
+            else:
+                bundle.add_cute(written_result)
         bundle.save()
+    for name, reason in refused.items():
+        err.print(f"no CuTe kernel of {name} fits: {reason}", style="yellow", markup=False, highlight=False)
     out.print(f"{len(bundle.kernels)} kernels for {machine.name} in {output}", highlight=False)
     for failed in bundle.failures:
         err.print(f"no kernel: {failed['call']}: {failed['reason']}", style="yellow", markup=False, highlight=False)
@@ -102,6 +116,8 @@ def inspect(
     out.print(
         "floor: the call's least traffic and arithmetic at the data sheet's rates (modelled); one call, all kernels"
     )
+    if any(entry.compiler == "cute" for entry in loaded.kernels.values()):
+        out.print("CuTe: compiled only; `install` leaves them out, and the lowering does not choose them")
     for failed in loaded.failures:
         out.print(f"no kernel: {failed['call']}: {failed['reason']}", style="yellow", markup=False, highlight=False)
 
@@ -134,8 +150,9 @@ def describe(bundle: Bundle, entry: Entry) -> Iterator[dict[str, Any]]:
         arithmetic = target.floor_us(0, use.flops, operand)
         floor = target.floor_us(use.read_bytes + use.write_bytes, use.flops, operand)
         yield {
-            "kernel": entry.name, "op": use.call.split("(")[0].removeprefix("dsv4::"), "config": use.config,
-            "grid": "x".join(map(str, use.grid)), "regs": facts.registers, "spills": facts.spills,
+            "kernel": entry.name + (" (CuTe)" if entry.compiler == "cute" else ""),
+            "op": use.call.split("(")[0].removeprefix("dsv4::"), "config": use.config,
+            "grid": "x".join(map(str, use.grid)) or "-", "regs": facts.registers, "spills": facts.spills,
             "shared": entry.shared_bytes, "tmem": entry.tensor_memory_columns, "blocks/SM": fits.blocks,
             "limit": fits.limit, "tensor core": facts.describe_tensor_core().split(" (")[0],
             "loads": _widths(facts.loads), "stores": _widths(facts.stores), "TMA": facts.tma,

@@ -3,8 +3,9 @@
     manifest.json                 what was built for, and every kernel with its facts
     kernels/<key>/<name>.cubin    machine code, .ptx, .json (Triton's metadata) and .py (source, with its provenance)
 
-`install` puts the kernels where Triton looks before it compiles, so that a process on the GPU machine starts them
-without a compiler. Machine code is named by what it was made from: equal kernels of many calls are stored once.
+`install` puts Triton's kernels where Triton looks before it compiles, so that a process on the GPU machine starts them
+without a compiler. Kernels in CuTe DSL have .cubin and .ptx only. Machine code is named by what it was made from: equal
+kernels of many calls are stored once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dscompile import __version__, compat
+from dscompile.templates.triton.record import Config
 from dscompile.tuning.build import Built, Failure
+from dscompile.tuning.calls import Call
 from dscompile.tuning.disassembly import Facts
+
+if TYPE_CHECKING:
+    from dscompile.tuning.cute_build import BuiltCute
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -46,7 +52,7 @@ class Use:
 
 @dataclass
 class Entry:
-    """One kernel of a bundle."""
+    """One kernel of a bundle. compiler: "triton", or "cute" for what is compiled only, so never installed."""
 
     name: str
     key: str
@@ -56,6 +62,7 @@ class Entry:
     tensor_memory_columns: int
     facts: Facts
     uses: list[Use] = field(default_factory=list)
+    compiler: str = "triton"
 
 
 @dataclass
@@ -82,33 +89,33 @@ class Bundle:
                     kernel.name, kernel.key, kernel.cache_key, kernel.warps, kernel.shared_bytes,
                     kernel.tensor_memory_columns, each.facts,
                 )  # fmt: skip
-            call = each.job.call
-            cost = call.cost().numbers()
-            self.kernels[kernel.key].uses.append(
-                Use(
-                    str(call),
-                    each.job.template,
-                    str(each.job.config),
-                    each.grid,
-                    call.count,
-                    call.sizes(),
-                    cost["read_bytes"],
-                    cost["write_bytes"],
-                    cost["flops"],
+            self.kernels[kernel.key].uses.append(_use(each.job.call, each.job.template, each.job.config, each.grid))
+
+    def add_cute(self, built: Iterable[BuiltCute]) -> None:
+        """Take in the kernels of a job in CuTe DSL: PTX and cubin, to be looked at."""
+        for each in built:
+            kernel = each.kernel
+            if kernel.key not in self.kernels:
+                self._write_files(kernel.key, {f"{kernel.name}.cubin": kernel.cubin, f"{kernel.name}.ptx": kernel.ptx})
+                self.kernels[kernel.key] = Entry(
+                    kernel.name, kernel.key, "", -(-kernel.threads // 32), kernel.shared_bytes,
+                    each.tensor_memory_columns, each.facts, compiler="cute",
                 )  # fmt: skip
-            )
+            self.kernels[kernel.key].uses.append(_use(each.job.call, each.job.template.name, each.job.config, ()))
 
     def fail(self, failure: Failure) -> None:
         self.failures.append({"call": str(failure.call), "template": failure.template, "reason": failure.reason})
 
     def _write(self, built: Built) -> None:
         kernel = built.kernel
-        folder = self.folder / "kernels" / kernel.key
+        self._write_files(kernel.key, {**kernel.cache_files, f"{kernel.name}.py": _readable(built)})
+
+    def _write_files(self, key: str, files: Mapping[str, bytes | str]) -> None:
+        folder = self.folder / "kernels" / key
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, data in kernel.cache_files.items():
-                (folder / name).write_bytes(data)
-            (folder / f"{kernel.name}.py").write_text(_readable(built))
+            for name, data in files.items():
+                (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
         except OSError as error:
             raise BundleError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
 
@@ -166,7 +173,8 @@ class Bundle:
                 f"{self.folder} was built with Triton {self.triton} and this is {here}: build it again with {here}"
             )
         root = Path(cache) if cache is not None else compat.triton_cache()
-        return sum(self._install(entry, root / entry.cache_key) for entry in self.kernels.values())
+        entries = (entry for entry in self.kernels.values() if entry.compiler == "triton")
+        return sum(self._install(entry, root / entry.cache_key) for entry in entries)
 
     def _install(self, entry: Entry, place: Path) -> bool:
         group = f"__grp__{entry.name}.json"
@@ -195,6 +203,14 @@ class Bundle:
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return True
+
+
+def _use(call: Call, template: str, config: Config, grid: tuple[int, ...]) -> Use:
+    cost = call.cost().numbers()
+    return Use(
+        str(call), template, str(config), grid, call.count, call.sizes(), cost["read_bytes"], cost["write_bytes"],
+        cost["flops"],
+    )  # fmt: skip
 
 
 def _readable(built: Built) -> str:
