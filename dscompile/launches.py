@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 
 from dscompile.lowering.calls import bound
 from dscompile.lowering.gpu import TRITON_NAMESPACE
@@ -71,7 +73,15 @@ def _computes(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
+    if target is torch.ops.aten.copy_.default and node.args[0] in node.graph.find_nodes(op="placeholder"):
+        return not _written_in_place(node.args[1])
     return target not in LAYOUT and target not in VIEWS and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _written_in_place(value: Any) -> bool:
+    """Whether `value` is what an operation made of a tensor that it writes to: Inductor lets it write in place."""
+    made_by = value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
+    return isinstance(made_by, fx.Node) and made_by.target in (auto_functionalized, auto_functionalized_v2)
 
 
 def _template_call(node: fx.Node, target: Target) -> list[str] | None:

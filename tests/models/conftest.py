@@ -55,9 +55,12 @@ def make_config() -> Callable[..., DeepseekV41Config]:
 def make_model() -> Callable[..., DeepseekV41ForCausalLM]:
     """A five-layer model with changes to its configuration; `seed` picks the weights."""
 
-    def make(seed: int = 0, dtype: torch.dtype = torch.float32, weights: Any = "dequantised", **changes: Any) -> Any:
+    def make(
+        seed: int = 0, dtype: torch.dtype = torch.float32, weights: Any = "dequantised", activations: Any = "plain",
+        **changes: Any,
+    ) -> Any:  # fmt: skip
         torch.manual_seed(seed)
-        return DeepseekV41ForCausalLM(five_layers(**changes), dtype, weights)
+        return DeepseekV41ForCausalLM(five_layers(**changes), dtype, weights, activations=activations)
 
     return make
 
