@@ -45,7 +45,9 @@ def test_released_shapes(tokens: int, target: Target) -> None:
     assert set(stores) == {16} and loads[16] >= 6 + 1 + 4
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, id=t.name, marks=[pytest.mark.slow] if "100" in t.name else []) for t in TARGETS]
+)
 def test_copies_by_descriptor(target: Target) -> None:
     """Everything that the loops read, but for tokens on Hopper; on Blackwell by warps of their own."""
     args = released(8192)
