@@ -115,7 +115,7 @@ def _tiles(sizes: Sizes) -> Iterable[tuple[int, int, int, int, int]]:
         yield from ((8, 2, 16, 64, 32), (8, 2, 64, 64, 32))
     elif tokens <= 32:
         few = 16 if tokens <= 16 else 32
-        yield from ((4, 4, few, 64, 256), (4, 5, few, 64, 128), (4, 4, few, 128, 128), (4, 4, few, 32, 256))
+        yield from ((4, 4, few, 64, 256), (4, 5, few, 64, 128), (4, 4, few, 128, 128), (4, 5, few, 32, 128))
     elif tokens <= 256:
         most = 64 if tokens <= 64 else 128
         yield from ((4, 4, most, 64, 128), (4, 4, 64, 64, 128), (8, 4, most, 128, 64), (8, 3, 256, 64, 64))
