@@ -53,23 +53,39 @@ def record_launches() -> Iterator[list[Launch]]:
         _recorder.reset(token)
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_shared: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_reserve: dict[int, list[torch.Tensor]] = {}  # by device: what captured graphs have not taken yet
+RESERVE = 1 << 20
 
 
 def counters(like: torch.Tensor, count: int) -> torch.Tensor:
     """int32 [count or more] of zeros on the device of `like`, for `device.arrival`; kernels leave zeros behind.
 
-    Launches of one stream share them, so that nothing has to be cleared between kernels; a captured graph, which may
-    be replayed beside others, gets its own.
+    Launches of one stream share them, so that nothing is cleared between kernels. A launch in a captured graph, which
+    may be replayed beside others, keeps some of its own, set aside before: no node of the graph has to clear them. If
+    nothing ran outside a capture before, or all are taken, they are cleared in the graph.
     """
-    if like.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if like.device.type != "cuda":
         return like.new_zeros(count, dtype=torch.int32)
-    where = like.device.index or 0, torch.cuda.current_stream(like.device).cuda_stream
-    known = _counters.get(where)
+    device = like.device.index or 0
+    if torch.cuda.is_current_stream_capturing():
+        return _take(device, count, like)
+    if device not in _reserve:
+        _reserve[device] = [like.new_zeros(RESERVE, dtype=torch.int32)]
+    where = device, torch.cuda.current_stream(like.device).cuda_stream
+    known = _shared.get(where)
     if known is None or known.numel() < count:
         size = max(1024, 1 << (count - 1).bit_length())
-        known = _counters[where] = like.new_zeros(size, dtype=torch.int32)
+        known = _shared[where] = like.new_zeros(size, dtype=torch.int32)
     return known
+
+
+def _take(device: int, count: int, like: torch.Tensor) -> torch.Tensor:
+    left = _reserve.get(device)
+    if not left or left[0].numel() < count:
+        return like.new_zeros(count, dtype=torch.int32)
+    taken, left[0] = left[0][:count], left[0][count:]
+    return taken
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, config: Config, **constants: Any) -> None:
