@@ -1,10 +1,11 @@
 """The calls of many batch sizes from two captures.
 
-A capture fixes every size as a number. Two of them, at prime batch sizes that enclose the wanted ones, show how each
-number depends on the batch: it stays, or grows by a whole number for each sequence, with nothing or one row besides
-(pools have a row that is never read). Primes show what is rounded or padded: it fits no such line. Where anything else
-differs nothing is derived. A choice that a size decides (smaller than so much) is the same for both ends, so also for
-what lies between them. Batch 1 is always captured by itself, since torch treats axes of length 1 in its own way.
+A capture fixes every size as a number. Two of them, at the largest of the wanted batch sizes and at a prime below the
+smallest, show how each number depends on the batch: it stays, or grows by a whole number for each sequence, with
+nothing or one row besides (pools have a row that is never read). The prime shows what is rounded or padded: it fits
+no such line. Where anything else differs nothing is derived. A choice that a size decides (small enough for a kernel
+of its own) is the same for both ends, so also for what lies between them. Batch 1 is always captured by itself, since
+torch treats axes of length 1 in its own way.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ def calls_of_batches(batches: Iterable[int], capture: Captures) -> Iterator[tupl
     if len(rest) < 3:
         yield from capture([*alone, *rest])
         return
-    low, high = enclosing(rest[0], rest[-1])
+    low, high = below(rest[0]), rest[-1]
     found = dict(capture([*alone, low, high]))
     yield from ((batch, found[batch]) for batch in alone)
     try:
-        derived = {batch: between(found[low], low, found[high], high, batch) for batch in rest}
+        derived = {batch: between(found[low], low, found[high], high, batch) for batch in rest[:-1]}
     except NotLinearError:
-        yield from capture(rest)
+        yield from ((batch, found[batch]) for batch in (low, high) if batch in rest)
+        yield from capture([batch for batch in rest if batch not in found])
     else:
         yield from derived.items()
+        yield high, found[high]
 
 
-def enclosing(low: int, high: int) -> tuple[int, int]:
-    """The largest odd prime up to `low` (or 3) and the smallest from `high` on, another one."""
-    below = next(n for n in range(max(low, 3), 2, -1) if _is_prime(n))
-    above = next(n for n in range(max(high, below + 1), 2 * high + 9) if _is_prime(n))
-    return below, above
+def below(batch: int) -> int:
+    """The largest prime up to `batch` that is one more than a multiple of 4, so that rounding up adds more than a row;
+    3 where there is none."""
+    return next((n for n in range(batch, 4, -1) if n % 4 == 1 and _is_prime(n)), 3)
 
 
 def _is_prime(number: int) -> bool:
