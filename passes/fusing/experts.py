@@ -10,7 +10,7 @@ from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
 from dscompile.passes.engine import Pattern
 
 _INPUTS = {
-    "x": "act[b*t D]", "weights": "f32[b*t k]", "indices": "i64[b*t k]", "w13": "act[E 2*I D]", "w2": "act[E D I]",
+    "x": "act[b*t D]", "weights": "w[b*t k]", "indices": "i64[b*t k]", "w13": "act[E 2*I D]", "w2": "act[E D I]",
     "shared_gate": "act[S D]", "shared_up": "act[S D]", "shared_down": "act[D S]",
 }  # fmt: skip
 _STREAMS = {"streams": "act[b t n D]", "post": "f32[b t n]", "comb": "f32[b t n n]"}
@@ -27,22 +27,47 @@ def _sum(
     return (routed + F.linear(act.to(x.dtype), shared_down).float()).to(x.dtype)
 
 
+def _moe(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float, before: bool,
+) -> Tensor:  # fmt: skip
+    return torch.ops.dsv4.moe(  # type: ignore[no-any-return]
+        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, before,
+        torch.float32 if before else x.dtype, None, None, None, True,
+    )  # fmt: skip
+
+
 def _sum_op(
     x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
     shared_down: Tensor, limit: float,
 ) -> Tensor:  # fmt: skip
-    return torch.ops.dsv4.moe(
-        x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32, None, None,
-        None, True,
-    )  # fmt: skip
+    return _moe(x, weights, indices, w13, w2, shared_gate, shared_up, shared_down, limit, True)
 
 
-def _streams(fp32: bool) -> Pattern:
+def _rounded_sum(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float,
+) -> Tensor:  # fmt: skip
+    """transformers' V4: everything is rounded to the dtype of the activations."""
+    routed = torch.ops.dsv4.experts(x.flatten(0, 1), indices, weights, w13, w2, limit, False, x.dtype)
+    gate, up = F.linear(x, shared_gate).clamp(max=limit), F.linear(x, shared_up).clamp(-limit, limit)
+    return routed.unflatten(0, x.shape[:2]) + F.linear(F.silu(gate) * up, shared_down)  # type: ignore[no-any-return]
+
+
+def _rounded_sum_op(
+    x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
+    shared_down: Tensor, limit: float,
+) -> Tensor:  # fmt: skip
+    y = _moe(x.flatten(0, 1), weights, indices, w13, w2, shared_gate, shared_up, shared_down, limit, False)
+    return y.unflatten(0, x.shape[:2])
+
+
+def _streams(before: bool, fp32: bool) -> Pattern:
     def search(
         x: Tensor, weights: Tensor, indices: Tensor, w13: Tensor, w2: Tensor, shared_gate: Tensor, shared_up: Tensor,
         shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
     ) -> Tensor:  # fmt: skip
-        y = _sum_op(x, weights, indices, w13, w2, shared_gate, shared_up, shared_down, limit)
+        y = _moe(x, weights, indices, w13, w2, shared_gate, shared_up, shared_down, limit, before)
         return torch.ops.dsv4.hc_post(y.unflatten(0, streams.shape[:2]), streams, post, comb, fp32)  # type: ignore[no-any-return]
 
     def replace(
@@ -50,14 +75,14 @@ def _streams(fp32: bool) -> Pattern:
         shared_down: Tensor, limit: float, streams: Tensor, post: Tensor, comb: Tensor,
     ) -> Tensor:  # fmt: skip
         out = torch.ops.dsv4.moe(
-            x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, True, torch.float32,
-            streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), fp32,
+            x, indices, weights, w13, w2, shared_gate, shared_up, shared_down, limit, before,
+            torch.float32 if before else x.dtype, streams.flatten(0, 1), post.flatten(0, 1), comb.flatten(0, 1), fp32,
         )  # fmt: skip
         return out.unflatten(0, streams.shape[:2])
 
     return Pattern(
-        f"moe.streams.{int(fp32)}", "experts", "fusing", search, replace, inputs={**_INPUTS, **_STREAMS},
-        scalars=_SCALARS, key=torch.ops.dsv4.moe.default,
+        f"moe.streams.{int(before)}{int(fp32)}", "experts", "fusing", search, replace,
+        inputs={**_INPUTS, **_STREAMS}, scalars=_SCALARS, key=torch.ops.dsv4.moe.default,
     )  # fmt: skip
 
 
@@ -127,7 +152,11 @@ _BASE = (
         "moe_packed.sum", "experts", "fusing", _stored_sum, _stored_sum_op, inputs=_STORED, scalars=_SCALARS,
         key=torch.ops.dsv4.experts_packed.default,
     ),
-    *map(_streams, (True, False)),
+    Pattern(
+        "moe.rounded", "experts", "fusing", _rounded_sum, _rounded_sum_op, inputs={**_INPUTS, "x": "act[b t D]"},
+        scalars=_SCALARS, key=torch.ops.dsv4.experts.default,
+    ),
+    *(_streams(before, fp32) for before in (True, False) for fp32 in (True, False)),
     *map(_stored_streams, (True, False)),
 )  # fmt: skip
 

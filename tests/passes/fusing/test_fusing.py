@@ -78,3 +78,37 @@ def test_a_prompt_keeps_the_library_s_products() -> None:
     assert found["moe"] == 3 and found["hc_post_pre"] == 3
     assert not found["linears"] + found["norm_linear"]
     assert found["mm"] == before["mm"] - 3 * 3
+
+
+class RoundedExperts(torch.nn.Module):
+    """A mixture of experts and its way back as transformers' V4 has them, after recognition."""
+
+    def forward(
+        self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+        gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, streams: torch.Tensor, post: torch.Tensor,
+        comb: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        linear = torch.nn.functional.linear
+        routed = torch.ops.dsv4.experts(x.flatten(0, 1), indices, weights, w13, w2, 7.0, False, x.dtype)
+        act = torch.nn.functional.silu(linear(x, gate).clamp(max=7.0)) * linear(x, up).clamp(-7.0, 7.0)
+        y = routed.view(x.shape) + linear(act, down)
+        return torch.ops.dsv4.hc_post(y, streams, post, comb, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (2, 3), (1, 1)])
+def test_rounded_experts(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    tokens, size, inner, shared = shape[0] * shape[1], 24, 16, 40
+    x, streams = torch.randn(*shape, size).to(dtype), torch.randn(*shape, 4, size).to(dtype)
+    args = (
+        x, torch.randint(0, 3, (tokens, 2)), torch.rand(tokens, 2).to(dtype), torch.randn(3, 2 * inner, size).to(dtype),
+        torch.randn(3, size, inner).to(dtype), torch.randn(shared, size).to(dtype), torch.randn(shared, size).to(dtype),
+        torch.randn(size, shared).to(dtype), streams, torch.rand(*shape, 4), torch.rand(*shape, 4, 4),
+    )  # fmt: skip
+    graph = functional_graph(RoundedExperts(), *args, dynamic=False)
+    default_pipeline().run(graph)
+    before = run_flat(graph)
+    fusing_pipeline().run(graph)
+    assert calls(graph)["moe"] == 1 and not calls(graph)["experts"] + calls(graph)["mm"] + calls(graph)["hc_post"]
+    for old, new in zip(before, run_flat(graph), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
