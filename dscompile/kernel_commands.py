@@ -184,6 +184,7 @@ def tune(
     database: Annotated[Path | None, typer.Option(help="Default: this user's (or DSCOMPILE_TUNING).")] = None,
     again: Annotated[bool, typer.Option(help="Also what has a record already.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all records to this file of JSON lines.")] = None,
+    best: Annotated[bool, typer.Option(help="With --export: only the best config of everything.")] = False,
     load: Annotated[list[Path] | None, typer.Option(help="First add the records of such a file.")] = None,
 ) -> None:
     """Find the best config of every kernel: measured on this machine's GPU, else modelled from the compiled code."""
@@ -218,7 +219,7 @@ def tune(
     for problem in problems:
         err.print(problem, style="yellow", markup=False, highlight=False)
     if export is not None:
-        out.print(f"{known.export(export)} records in {export}", highlight=False)
+        out.print(f"{known.export(export, best)} records in {export}", highlight=False)
 
 
 def _measurer(target: Target) -> tuple[Any, str, str] | None:

@@ -100,6 +100,10 @@ def test_files_and_other_databases(tmp_path: Path) -> None:
     fresh = Database(None)
     assert fresh.load(tmp_path / "all.jsonl") == 3
     assert list(fresh.records()) == list(one.records())
+    assert one.export(tmp_path / "best.jsonl", best=True) == 1
+    best = Database(None)
+    best.load(tmp_path / "best.jsonl")
+    assert list(best.records()) == [next(one.records())]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"key": {}}', json.dumps({"key": {"x": 1}, "config": "a"})])
