@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model compat device clean distclean
+.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model tuning-records compat device clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -88,6 +88,9 @@ kernel-facts: $(STAMP) ## Write docs/kernel_facts.md from the machine code of th
 
 cost-model: $(STAMP) ## Write docs/cost_model.md: how the model of kernel times orders configs (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/cost_model.py --jobs $(WORKERS) $(ARGS)
+
+tuning-records: $(STAMP) ## Write the modelled tuning records that are shipped (most of an hour from nothing)
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/tuning_records.py --jobs $(WORKERS) $(ARGS)
 
 compat: $(STAMP) ## Compile the Triton templates with four releases of Triton (by hand; downloads them)
 	@printf '==> tools/compat.py\n'

@@ -21,6 +21,8 @@ from dscompile.kernel_options import (
     Roles,
     TargetOption,
     TokensOption,
+    Weights,
+    WeightsOption,
     progress_on,
     workload,
 )  # fmt: skip
@@ -41,6 +43,7 @@ def build(
     context: ContextOption = "8k",
     role: RoleOption = Roles.decode,
     tokens: TokensOption = "4k",
+    weights: WeightsOption = Weights.plain,
     jobs: JobsOption = None,
     every_config: Annotated[bool, typer.Option(help="All configs of every template, for tuning later.")] = False,
     cute: Annotated[bool, typer.Option(help="Also the kernels in CuTe DSL that fit; nothing starts them yet.")] = False,
@@ -54,7 +57,7 @@ def build(
         compat.require_extra("gpu")
     from dscompile.tuning.cute_build import compile_cute, plan_cute
 
-    wanted = workload(model, target, batch, context, role, tokens, jobs)
+    wanted = workload(model, target, batch, context, role, tokens, jobs, weights)
     machine = wanted.target
     with progress_on(err) as progress:
         select = (lambda call, template, space: space) if every_config else first_only
@@ -180,6 +183,7 @@ def tune(
     context: ContextOption = "8k",
     role: RoleOption = Roles.decode,
     tokens: TokensOption = "4k",
+    weights: WeightsOption = Weights.plain,
     jobs: JobsOption = None,
     database: Annotated[Path | None, typer.Option(help="Default: this user's (or DSCOMPILE_TUNING).")] = None,
     again: Annotated[bool, typer.Option(help="Also what has a record already.")] = False,
@@ -191,7 +195,7 @@ def tune(
     from dscompile.tuning.database import Database, user_path
     from dscompile.tuning.tune import open_jobs, tune_measured, tune_modelled
 
-    wanted = workload(model, target, batch, context, role, tokens, jobs)
+    wanted = workload(model, target, batch, context, role, tokens, jobs, weights)
     machine = wanted.target
     known = Database(database or user_path())
     for path in load or []:

@@ -40,6 +40,16 @@ class Roles(StrEnum):
     decode = "decode"
 
 
+class Weights(StrEnum):
+    """How the model's weights lie in memory."""
+
+    plain = "plain"
+    stored = "stored"
+
+
+WeightsOption = Annotated[
+    Weights, typer.Option(help="`stored`: FP8 and FP4 as in V4.1's checkpoint, activations rounded to FP8.")
+]
 RoleOption = Annotated[Roles, typer.Option(help="One token a sequence, or many.")]
 
 
@@ -75,11 +85,12 @@ class Workload:
     contexts: list[int]
     tokens: int
     jobs: int
+    weights: Weights
 
     def as_data(self) -> dict[str, Any]:
         return {
             "model": self.model, "role": str(self.role), "batch": self.batches, "context": self.contexts,
-            "tokens": self.tokens,
+            "tokens": self.tokens, "weights": str(self.weights),
         }  # fmt: skip
 
     def calls(self, progress: Progress) -> list[Call]:
@@ -90,19 +101,24 @@ class Workload:
         shapes = [(batch, context) for batch in self.batches for context in self.contexts]
         finding = progress.add_task("finding calls", total=len(shapes))
         calls: list[Call] = []
-        for found in workload_calls(self.config, self.target.name, self.role.value, shapes, self.tokens, self.jobs):
+        stored = self.weights is Weights.stored
+        steps = workload_calls(self.config, self.target.name, self.role.value, shapes, self.tokens, self.jobs, stored)
+        for found in steps:
             calls += found
             progress.advance(finding)
         return merged(calls)
 
 
-def workload(model: str, target: str, batch: str, context: str, role: Roles, tokens: str, jobs: int | None) -> Workload:
+def workload(
+    model: str, target: str, batch: str, context: str, role: Roles, tokens: str, jobs: int | None,
+    weights: Weights = Weights.plain,
+) -> Workload:  # fmt: skip
     """What the options of a command say; an error of one line for what cannot be used."""
     from dscompile.workload_models import read_config
 
     machine, config = gpu(target), read_config(model)
     counts = sizes(batch), sizes(context), sizes(tokens)[0]
-    return Workload(model, config, machine, role, *counts, jobs or os.cpu_count() or 1)
+    return Workload(model, config, machine, role, *counts, jobs or os.cpu_count() or 1, weights)
 
 
 def progress_on(console: Console) -> Progress:

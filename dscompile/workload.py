@@ -101,12 +101,13 @@ def _call_of(node: fx.Node) -> Call | None:
 
 def v41_calls(
     config: DeepseekV41Config, target: str, role: Role, batch: int, context: int, tokens: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, stored: bool = False,
 ) -> list[Call]:  # fmt: skip
     """The calls of one step of V4.1: `batch` sequences with room for `context` tokens and `tokens` new ones each.
 
-    role: "decode" takes one token a sequence; "prefill" takes `tokens`. One layer of every kind is captured and
-    counted as often as the model has it, which is much quicker than capturing all of them.
+    role: "decode" takes one token a sequence; "prefill" takes `tokens`. stored: weights in FP8 and FP4 as the
+    checkpoint holds them, activations rounded to FP8, else all weights in `dtype`. One layer of every kind is captured
+    and counted as often as the model has it, which is much quicker than capturing all of them.
 
     Raises:
         ValueError: sizes that do not go together.
@@ -120,7 +121,8 @@ def v41_calls(
 
     small, multiplicity = representative(config)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = DeepseekV41ForCausalLM(small, dtype=dtype).eval()
+        kind: dict[str, Any] = {"weights": "packed", "activations": "fp8"} if stored else {}
+        model = DeepseekV41ForCausalLM(small, dtype=dtype, **kind).eval()
         mark_regions(model)
         cache = model.new_cache(batch, context)
         ids = torch.zeros(batch, tokens, dtype=torch.int64)

@@ -84,25 +84,35 @@ def _transformers_config(path: Path, content: dict[str, Any]) -> Config:
         raise ModelError(f"{path} is no configuration of DeepSeek-V4: {cause}") from error
 
 
-def step_calls(config: Config, target: str, role: Role, context: int, tokens: int, batch: int) -> list[Call]:
-    """The calls of one step: `v41_calls` or `v4_calls`."""
+def step_calls(
+    config: Config, target: str, role: Role, context: int, tokens: int, batch: int, stored: bool = False
+) -> list[Call]:
+    """The calls of one step: `v41_calls` or `v4_calls`. ModelError for stored weights of a V4."""
     if isinstance(config, DeepseekV41Config):
-        return v41_calls(config, target, role, batch, context, min(tokens, context))
+        return v41_calls(config, target, role, batch, context, min(tokens, context), stored=stored)
+    if stored:
+        raise ModelError("weights 'stored' of a DeepSeek-V4, allowed: 'plain'; transformers' V4 has no other")
     from dscompile.workload_v4 import v4_calls
 
     return v4_calls(config, target, role, batch, context, min(tokens, context))
 
 
 def workload_calls(
-    config: Config, target: str, role: Role, shapes: Sequence[tuple[int, int]], tokens: int, processes: int = 1
+    config: Config,
+    target: str,
+    role: Role,
+    shapes: Sequence[tuple[int, int]],
+    tokens: int,
+    processes: int = 1,
+    stored: bool = False,
 ) -> Iterator[list[Call]]:
     """The calls of a step for each of `shapes`, (batch size, context), in an order of its own.
 
     Three and more batch sizes of a context are derived from two captures, see `workload_batches`. processes: that
-    capture at the same time.
+    capture at the same time. stored: see `v41_calls`.
     """
     for context, group in itertools.groupby(sorted(shapes, key=lambda shape: shape[1]), key=lambda shape: shape[1]):
-        capture = partial(step_calls, config, target, role, context, tokens)
+        capture = partial(step_calls, config, target, role, context, tokens, stored=stored)
         for _, calls in calls_of_batches((batch for batch, _ in group), partial(_captures, capture, processes)):
             yield calls
 

@@ -41,9 +41,23 @@ def test_counts_are_those_of_the_whole_model() -> None:
     per_op = Counter[str]()
     for call in calls:
         per_op[call.op] += call.count
-    assert per_op["sparse_attention"] == per_op["experts"] == per_op["router"] == 11
-    assert per_op["hc_pre"] == per_op["hc_post"] == 22
+    assert per_op["sparse_attention_paged"] == per_op["moe"] == per_op["router"] == 11
+    assert per_op["hc_pre"] == per_op["hc_post_pre"] == 11
     assert per_op["index_topk"] + per_op["index_topk_candidates"] == 5
+
+
+def test_stored_weights_have_calls_of_their_own() -> None:
+    config = DeepseekV41Config.miniature(
+        num_hidden_layers=2, compress_ratios=(0, 1), kv_source_layer_ids=(1,), index_source_layer_ids=(1,),
+        candidate_source_layer_id=None,
+    )  # fmt: skip
+    per_op = Counter[str]()
+    for call in v41_calls(config, "sm_103a", "decode", batch=2, context=32, stored=True):
+        per_op[call.op] += call.count
+    assert per_op["moe_packed"] == per_op["grouped_output_packed"] == per_op["sparse_attention_paged"] == 2
+    assert per_op["linear_packed"] == 2 * 3 + 1  # queries twice, window rows; the indexer's queries
+    # What the release does not quantise: the rows of the compressor beside the head weights, the index keys.
+    assert per_op["linears"] == per_op["norm_linear"] == 1 and not per_op["moe"]
 
 
 def test_what_cannot_be_captured_says_why() -> None:

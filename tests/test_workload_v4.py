@@ -9,7 +9,7 @@ import torch
 
 from dscompile.miniatures import v4_config
 from dscompile.tuning.calls import merged
-from dscompile.workload_models import ModelError, read_config
+from dscompile.workload_models import ModelError, read_config, step_calls
 from dscompile.workload_v4 import empty_model, representative_v4, v4_calls, v4_flash_config, with_layers
 
 WINDOW, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -34,6 +34,11 @@ def test_the_release_has_the_published_numbers() -> None:
     assert small.layer_types == [WINDOW, CSA, HCA, CSA] and small.mlp_layer_types == ["hash_moe"] * 2 + ["moe"] * 2
     assert counts == {0: 2, 1: 1, 2: 20, 3: 20, -1: 1}
     assert config.num_hidden_layers == 43  # it was copied
+
+
+def test_stored_weights_are_refused() -> None:
+    with pytest.raises(ModelError, match="weights 'stored' of a DeepSeek-V4, allowed: 'plain'"):
+        step_calls(v4_config(), "sm_103a", "decode", 64, 1, 2, stored=True)
 
 
 def test_weights_have_the_dtypes_of_a_loaded_model() -> None:

@@ -2,8 +2,9 @@
 
     python tools/compat.py [--releases 3.6.0,3.7.1] [--targets sm_90a,sm_103a] [--folder .cache/compat] [--json FILE]
 
-The calls are those of a decoding step and of a prompt of V4.1, captured once with the installed releases. Each release
-then compiles them in a process that finds it before the installed one. Exit status 1 if anything did not compile.
+The calls are those of a decoding step and of a prompt of V4.1, with plain and with stored weights, captured once with
+the installed releases. Each release then compiles them in a process that finds it before the installed one. Exit status
+1 if anything did not compile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def capture(path: Path) -> None:
 
     found = []
     for role, batch, tokens in ROLES:
-        found += v41_calls(DeepseekV41Config.released(), "sm_103a", role, batch, 8192, tokens)  # type: ignore[arg-type]
+        for stored in (False, True):
+            config = DeepseekV41Config.released()
+            found += v41_calls(config, "sm_103a", role, batch, 8192, tokens, stored=stored)  # type: ignore[arg-type]
     path.write_bytes(pickle.dumps(merged(found)))
 
 
