@@ -23,6 +23,7 @@ from dscompile.report import GraphReport
 from dscompile.targets import Target, get_target
 from dscompile.tuning.calls import TensorSpec
 from dscompile.tuning.offline import launches_of
+from dscompile.tuning.selection import dtypes_of, select
 from dscompile.workload import visit_graphs
 
 _PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default))
@@ -31,7 +32,7 @@ _PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, to
 def layer_launches(target: str, model: Callable[..., Any], *args: Any) -> dict[str, list[str]]:
     """Layer -> the kernels that one call of `model` starts in it, by name, in order.
 
-    A call of an operation starts the kernels of its template's first config; a matrix product is one; operators between
+    A call of an operation starts the kernels of its template with the config that would be chosen for it; a matrix product is one; operators between
     them that depend on each other are taken as one kernel of Inductor's ("inductor"), views as none. Give it fake
     tensors. Layers of one kind have equal lists.
     """
@@ -96,5 +97,7 @@ def _template_call(node: fx.Node, target: Target) -> list[str] | None:
     given = bound(node, custom, bool(wrapped))
     values = [given.get(a.name, a.default_value) for a in spec.op._schema.arguments]
     args = tuple(TensorSpec.of(v).meta() if isinstance(v, torch.Tensor) else v for v in values)
-    (config, *_) = template.space(spec.sizes(*args), target)
+    config, _ = select(template, spec.sizes(*args), dtypes_of(args), target)
+    if config is None:
+        return ["reference"]
     return [launch.name for launch in launches_of(template, args, config, target)]

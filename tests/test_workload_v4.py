@@ -58,8 +58,8 @@ def test_a_decoding_step() -> None:
     )  # fmt: skip
     calls = v4_calls(config, "sm_103a", "decode", batch=2, context=64)
     found = per_op(calls)
-    assert found["sparse_attention"] == found["experts"] == found["router"] == found["grouped_output"] == 5
-    assert found["hc_pre"] == found["hc_post"] == 10 and found["hc_head"] == 1
+    assert found["sparse_attention"] == found["moe"] == found["router"] == found["grouped_output"] == 5
+    assert found["hc_pre"] == found["hc_post_pre"] == 5 and found["hc_head"] == 1
     assert found["index_topk"] == 2 and found["compress"] == 2 * 2 + 2
     rows = {call.args[5].shape: call.count for call in calls if call.op == "sparse_attention" and call.args[5]}
     assert rows == {(2, 16, 32): 2, (2, 8, 32): 2}  # 64 / 4 and 64 / 8 compressed rows
@@ -115,5 +115,5 @@ def test_counts_are_those_of_the_whole_model(role: str) -> None:
 def test_the_release(role: str, batch: int, tokens: int) -> None:
     """Every layer of V4-Flash is recognised whole, at its real sizes."""
     found = per_op(v4_calls(v4_flash_config(), "sm_103a", role, batch, 8192, tokens))
-    assert found["sparse_attention"] == found["experts"] == found["router"] == found["grouped_output"] == 43
-    assert found["hc_pre"] == found["hc_post"] == 86 and found["index_topk"] == 21 and found["hc_head"] == 1
+    assert found["sparse_attention"] == found["moe"] == found["router"] == found["grouped_output"] == 43
+    assert found["hc_pre"] == found["hc_post_pre"] == 43 and found["index_topk"] == 21 and found["hc_head"] == 1
