@@ -32,9 +32,9 @@ _PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, to
 def layer_launches(target: str, model: Callable[..., Any], *args: Any) -> dict[str, list[str]]:
     """Layer -> the kernels that one call of `model` starts in it, by name, in order.
 
-    A call of an operation starts the kernels of its template with the config that would be chosen for it; a matrix product is one; operators between
-    them that depend on each other are taken as one kernel of Inductor's ("inductor"), views as none. Give it fake
-    tensors. Layers of one kind have equal lists.
+    A call of an operation starts the kernels of its template with the config that would be chosen for it; a matrix
+    product is one; operators between them that depend on each other are taken as one kernel of Inductor's ("inductor"),
+    views as none. Give it fake tensors. Layers of one kind have equal lists.
     """
     found: dict[str, list[str]] = {}
     machine = get_target(target)
