@@ -4,8 +4,9 @@
 
 Ceilings are measured in the same run: a large copy (GB/s) and a large bf16 product (TFLOP/s). Every call of a decoding
 step and of a prompt of V4.1 (its widths, shapes from a capture) is compared with its reference, then timed beside the
-reference run eagerly and compiled by stock Inductor. `--dry-run` does everything but what needs a GPU: it finds the
-calls, makes small ones' arguments, compiles kernels for the target and writes the same files without times.
+reference run eagerly and compiled by stock Inductor, attention of one token also beside FlexAttention. `--dry-run` does
+everything but what needs a GPU: it finds the calls, makes small ones' arguments, compiles kernels for the target and
+writes the same files without times.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flex
 import torch
 
 from dscompile.compat import version_text
@@ -27,23 +29,44 @@ from dscompile.models.deepseek_v41 import DeepseekV41Config
 from dscompile.ops import OPS
 from dscompile.targets import Target, UnsupportedTargetError, detect_target, get_target
 from dscompile.tuning.build import Failure, Job, compile_jobs
-from dscompile.tuning.calls import Call
+from dscompile.tuning.calls import Call, TensorSpec
 from dscompile.tuning.inputs import make_inputs
 from dscompile.tuning.measure import Measurer, driver_version
-from dscompile.workload import v41_calls
+from dscompile.workload import Role, v41_calls
 
 EXPERTS = 64  # of the release's 384, so that weights fit beside their copies; a call reads only those that are chosen
 REFERENCE_FLOPS = 2e12  # above this the plain reference would take minutes
 
 
 def find_calls(target: Target, context: int) -> list[tuple[str, Call]]:
-    """(what it is part of, call) of V4.1 with fewer experts: decoding 8 and 64 sequences, a prompt of 4,096 tokens."""
+    """(what it is part of, call) of V4.1 with fewer experts: decoding 8 and 64 sequences, a prompt of 4,096 tokens.
+
+    The steps of 8 sequences also with stored weights, and with the rows that expert parallelism would send.
+    """
     config = replace(DeepseekV41Config.released(), n_routed_experts=EXPERTS)
     found: dict[Call, str] = {}
-    for role, batch, tokens in (("decode", 8, 1), ("decode", 64, 1), ("prefill", 1, 4096)):
-        for call in v41_calls(config, target.name, role, batch, context, tokens):  # type: ignore[arg-type]
-            found.setdefault(replace(call, count=1), f"{role} {batch}x{tokens}")
+    steps: tuple[tuple[Role, int, int, bool], ...] = (
+        ("decode", 8, 1, False), ("decode", 8, 1, True), ("decode", 64, 1, False), ("prefill", 1, 4096, False),
+    )  # fmt: skip
+    for role, batch, tokens, stored in steps:
+        for call in v41_calls(config, target.name, role, batch, context, tokens, stored=stored):
+            found.setdefault(replace(call, count=1), f"{role} {batch}x{tokens}{' stored' * stored}")
+    for tokens in (64, 4096):
+        for call in exchange_calls(config, tokens):
+            found[call] = f"exchange {tokens}"
     return [(where, call) for call, where in found.items()]
+
+
+def exchange_calls(config: DeepseekV41Config, tokens: int) -> list[Call]:
+    """Packing rows for other devices and adding up what comes back, every token at as many ranks as it has experts."""
+    k, size = config.num_experts_per_tok, config.hidden_size
+    x, rows = (torch.empty(n, size, dtype=torch.bfloat16, device="meta") for n in (tokens, tokens * k))
+    token = torch.empty(tokens * k, dtype=torch.int64, device="meta")
+    slot = torch.empty(tokens, k, dtype=torch.int64, device="meta")
+    return [
+        Call("pack_rows", (TensorSpec.of(x), TensorSpec.of(token), "fp8_g32_ue8m0")),
+        Call("combine_rows", (TensorSpec.of(rows), TensorSpec.of(slot), None)),
+    ]
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -106,6 +129,8 @@ def peers(call: Call, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     args = make_inputs(call, device)
     reference = OPS[call.op].reference
+    if call.op in flex.SERVES:
+        found["flex_us"] = flex_time(call, args)
     for name, run in (("eager_us", reference), ("stock_us", torch.compile(reference))):
         try:
             run(*args)
@@ -114,6 +139,18 @@ def peers(call: Call, device: torch.device) -> dict[str, Any]:
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     torch._dynamo.reset()
     return found
+
+
+def flex_time(call: Call, args: tuple[Any, ...]) -> float | str:
+    """Of FlexAttention on rows that were gathered and decoded before."""
+    try:
+        run = flex.flex_call(call.op, args)
+        if run is None:
+            return "steps of one token only"
+        run()
+        return median_us(run)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
 def end_to_end(device: torch.device, target: Target) -> dict[str, Any]:

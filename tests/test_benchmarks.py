@@ -190,3 +190,29 @@ def test_the_gpu_script_says_that_it_needs_one(benchmarks: Path, tmp_path: Path)
         assert done.returncode == 2 and "use --dry-run" in done.stderr
     done = subprocess.run([*command, "--dry-run", "--target", "sm_1"], cwd=benchmarks, capture_output=True, text=True)
     assert done.returncode == 2 and "unknown target 'sm_1'" in done.stderr
+
+
+@pytest.mark.parametrize("op", ["sparse_attention", "sparse_attention_paged"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_flex_attention_computes_the_same(benchmarks: Path, op: str, heads: int):
+    """Packed rows, a window that is not full, skipped rows and a sink; before the output is rotated back."""
+    import flex
+
+    from dscompile.ops import OPS
+
+    torch.manual_seed(0)
+    q, pool = torch.randn(2, 1, heads, 64), torch.ops.dsv4.quant_pack(torch.randn(20, 64), "fp8_g32_ue8m0")
+    comp = torch.ops.dsv4.quant_pack(torch.randn(2, 9, 64), "fp4_g16_e4m3")
+    index = torch.tensor([[[3, 8, -1, 0]], [[1, 1, 2, -1]]])
+    slots = torch.randint(0, 20, (2, 6))
+    slots[0, 0] = -1 if op.endswith("paged") else 0
+    positions, start = torch.tensor([[7], [2]]), torch.tensor([2, -3])
+    window = (pool, slots) if op.endswith("paged") else (pool[slots],)
+    rest = (positions, start, 4, comp, index, None, torch.randn(heads), 0.3)
+    want = OPS[op].reference(q, *window, *rest, None, None, False, "fp8_g32_ue8m0", "fp4_g16_e4m3")
+    call = flex.flex_call(op, (q, *window, *rest, None, None, False, "fp8_g32_ue8m0", "fp4_g16_e4m3"), compiled=False)
+    assert call is not None
+    torch.testing.assert_close(call(), want, rtol=1e-4, atol=1e-4)
+    two = torch.randn(2, 2, heads, 64)
+    args = (two, *window, positions.repeat(1, 2), start, 4, None, None, None, None, 0.3, None, None, False)
+    assert flex.flex_call(op, (*args, "fp8_g32_ue8m0", "none")) is None
