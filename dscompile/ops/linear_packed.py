@@ -15,7 +15,7 @@ from dscompile.ops.experts_packed import ACTIVATIONS, GROUP, dense
 from dscompile.ops.registry import define
 
 FORMAT = "e4m3_32x32"
-_CHECK, _OUTPUT = Check("linear_packed"), Check("grouped_output_packed")
+_CHECK, _PAIR, _OUTPUT = Check("linear_packed"), Check("linears_packed"), Check("grouped_output_packed")
 
 
 def _check_weight(check: Check, name: str, weight: Tensor, scale: Tensor, width: Any) -> None:
@@ -44,6 +44,19 @@ def linear_packed(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     return F.linear(ACTIVATIONS.fake_quant(x.float()), dense(weight, weight_scale, FORMAT)).to(x.dtype)
 
 
+def _validate_pair(x: Tensor, w0: Tensor, w0_scale: Tensor, w1: Tensor, w1_scale: Tensor) -> None:
+    _PAIR.dtype("x", x, FLOATS)
+    _PAIR.rank("x", x, 2, "[M, K]")
+    _check_weight(_PAIR, "w0", w0, w0_scale, x.shape[1])
+    _check_weight(_PAIR, "w1", w1, w1_scale, x.shape[1])
+
+
+def linears_packed(x: Tensor, w0: Tensor, w0_scale: Tensor, w1: Tensor, w1_scale: Tensor) -> Tensor:
+    """`linear_packed` with two weights side by side: x [M, K], w0 [N0, K], w1 [N1, K] -> [M, N0 + N1] in x.dtype."""
+    _validate_pair(x, w0, w0_scale, w1, w1_scale)
+    return torch.cat((linear_packed(x, w0, w0_scale), linear_packed(x, w1, w1_scale)), 1)
+
+
 def _validate_output(o: Tensor, wo_a: Tensor, wo_b: Tensor, wo_b_scale: Tensor) -> None:
     _OUTPUT.min_rank("o", o, 2, "[..., G, D in]")
     _OUTPUT.dtype("o", o, FLOATS)
@@ -70,6 +83,11 @@ def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _fake_pair(x: Tensor, w0: Tensor, w0_scale: Tensor, w1: Tensor, w1_scale: Tensor) -> Tensor:
+    _validate_pair(x, w0, w0_scale, w1, w1_scale)
+    return x.new_empty((x.shape[0], w0.shape[0] + w1.shape[0]))
+
+
 def _fake_output(o: Tensor, wo_a: Tensor, wo_b: Tensor, wo_b_scale: Tensor) -> Tensor:
     _validate_output(o, wo_a, wo_b, wo_b_scale)
     return o.new_empty((*o.shape[:-2], wo_b.shape[0]))
@@ -94,6 +112,10 @@ def _sizes(x: Tensor, weight: Tensor, weight_scale: Tensor) -> dict[str, Any]:
     return {"M": rows, "N": weight.shape[0], "K": weight.shape[1], "x_bytes": x.element_size()}
 
 
+def _sizes_pair(x: Tensor, w0: Tensor, w0_scale: Tensor, w1: Tensor, w1_scale: Tensor) -> dict[str, Any]:
+    return {"M": x.shape[0], "N": w0.shape[0] + w1.shape[0], "K": x.shape[1], "x_bytes": x.element_size()}
+
+
 def _sizes_output(o: Tensor, wo_a: Tensor, wo_b: Tensor, wo_b_scale: Tensor) -> dict[str, Any]:
     return {
         "N": math.prod(o.shape[:-2]), "G": o.shape[-2], "Din": o.shape[-1], "R": wo_a.shape[1], "Dout": wo_b.shape[0],
@@ -104,6 +126,10 @@ def _sizes_output(o: Tensor, wo_a: Tensor, wo_b: Tensor, wo_b_scale: Tensor) -> 
 define(
     "linear_packed(Tensor x, Tensor weight, Tensor weight_scale) -> Tensor",
     family="linear", reference=linear_packed, fake=_fake, cost=_cost, sizes=_sizes,
+)  # fmt: skip
+define(
+    "linears_packed(Tensor x, Tensor w0, Tensor w0_scale, Tensor w1, Tensor w1_scale) -> Tensor",
+    family="linear", reference=linears_packed, fake=_fake_pair, cost=_cost, sizes=_sizes_pair,
 )  # fmt: skip
 define(
     "grouped_output_packed(Tensor o, Tensor wo_a, Tensor wo_b, Tensor wo_b_scale) -> Tensor",

@@ -157,5 +157,9 @@ _RULES: dict[tuple[str, str], Callable[..., Tensor]] = {
     # Scales of stored weights: small powers of two, as UE8M0 bytes.
     **{(op, f"{name}_scale"): _bytes(118, 124) for op, names in _STORED.items() for name in names},
     **{(op, name): _bytes(0, 127) for op, names in _STORED.items() for name in names},
+    ("linear_packed", "weight_scale"): _bytes(118, 124),
+    ("linears_packed", "w0_scale"): _bytes(118, 124),
+    ("linears_packed", "w1_scale"): _bytes(118, 124),
+    ("grouped_output_packed", "wo_b_scale"): _bytes(118, 124),
     ("engram_gather", "scales"): _bytes(118, 124),
 }

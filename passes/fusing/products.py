@@ -7,8 +7,9 @@ no tensor cores for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 from dscompile.passes.engine import Match, PassContext, PassResult, Pattern, PatternPass, Reject
 from dscompile.passes.engine.fxutil import emit, fake_mode
 from dscompile.passes.engine.graphs import find, subgraphs
+from dscompile.passes.engine.optable import RESHAPE
 
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 FEW_ROWS = 256
@@ -53,7 +55,7 @@ NORMS = (_normed("fp32"),)
 
 @dataclass(frozen=True)
 class SideBySide:
-    """mm(x, a^T), mm(x, b^T) become parts of linears(x, a, b)."""
+    """mm(x, a^T), mm(x, b^T) become parts of linears(x, a, b); pairs of stored weights parts of linears_packed."""
 
     name: str = "fuse_side_by_side"
 
@@ -63,7 +65,11 @@ class SideBySide:
         for sub in subgraphs(gm):
             here = 0
             for products in list(_groups(sub.gm)):
-                _join(sub.gm, products)
+                weights = [_transposed_input(node.args[1]) for node in products]  # type: ignore[arg-type]
+                _join(sub.gm, products, dsv4.linears.default, (*weights, *[None] * (MOST_WEIGHTS - len(weights))))
+                here += 1
+            for products in list(_stored_pairs(sub.gm)):
+                _join(sub.gm, products, dsv4.linears_packed.default, [a for node in products for a in node.args[1:]])
                 here += 1
             if here:
                 sub.gm.graph.lint()
@@ -96,16 +102,38 @@ def _transposed_input(node: Node) -> Node | None:
     return source if isinstance(source, Node) and source.op in ("placeholder", "get_attr") else None
 
 
-def _join(gm: GraphModule, products: list[Node]) -> None:
+def _stored_pairs(gm: GraphModule) -> Iterator[list[Node]]:
+    """Two `linear_packed` of the same few rows, with weights that are arguments of the graph."""
+    by_factor: dict[Node, list[Node]] = {}
+    for node in find(gm.graph, dsv4.linear_packed.default):
+        x, *weight = node.args
+        there = all(isinstance(part, Node) and part.op in ("placeholder", "get_attr") for part in weight)
+        if isinstance(x, Node) and there and x.meta["val"].dtype in NARROW:
+            rows = x.meta["val"].shape[:-1].numel()
+            if isinstance(rows, int) and rows <= FEW_ROWS:
+                by_factor.setdefault(x, []).append(node)
+    for products in by_factor.values():
+        for first in range(0, len(products) - 1, 2):
+            yield products[first : first + 2]
+
+
+def _join(gm: GraphModule, products: list[Node], target: Any, weights: Sequence[Any]) -> None:
+    """One call of `target` on the rows of `products`, whose results become its parts."""
     graph, mode, first = gm.graph, fake_mode(gm), products[0]
-    weights = [_transposed_input(node.args[1]) for node in products]  # type: ignore[arg-type]
-    padded = (*weights, *[None] * (MOST_WEIGHTS - len(weights)))
+    factor = first.args[0]
+    assert isinstance(factor, Node)
+    lead = factor.meta["val"].shape[:-1]
     with graph.inserting_before(first):
-        joined = emit(graph, dsv4.linears.default, (first.args[0], *padded), like=first, mode=mode)
+        rows = factor
+        if len(lead) != 1:
+            rows = emit(graph, RESHAPE, (factor, [lead.numel(), factor.meta["val"].shape[-1]]), like=first, mode=mode)
+        joined = emit(graph, target, (rows, *weights), like=first, mode=mode)
         begin = 0
         for node in products:
-            end = begin + node.meta["val"].shape[1]
+            end = begin + node.meta["val"].shape[-1]
             part = emit(graph, aten.slice.Tensor, (joined, 1, begin, end, 1), like=node, mode=mode)
+            if len(lead) != 1:
+                part = emit(graph, RESHAPE, (part, [*lead, end - begin]), like=node, mode=mode)
             node.replace_all_uses_with(part)
             begin = end
     for node in products:

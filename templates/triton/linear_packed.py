@@ -54,15 +54,22 @@ def rounded_tile(x_rows, column, alive, SIZE: tl.constexpr, SCALED: tl.constexpr
 
 @triton.jit
 def linear_packed_kernel(
-    x, x_stride, x_scale, w, w_scale, out, part, counter, M,
-    N: tl.constexpr, SIZE: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
-    SPLITS: tl.constexpr, SPAN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_stride, x_scale, w, w_scale, other_w, other_scale, out, part, counter, M,
+    N: tl.constexpr, OTHER: tl.constexpr, SIZE: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
+    WORDS: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x w^T. ROUND: x is plain, else as `round_rows_kernel` leaves it. SPAN columns a split."""
+    """out [M, N + OTHER] = x w^T beside x other_w^T (OTHER 0: none). ROUND: x is plain, else as `round_rows_kernel`
+    leaves it. SPAN columns a split."""
     tile, split = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.program_id(2)
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place, begin, rows = tl.program_id(0), 0, N
+    if OTHER > 0:
+        if place >= tl.cdiv(N, BLOCK_N):
+            place, begin, rows = place - tl.cdiv(N, BLOCK_N), N, OTHER
+            w, w_scale = other_w, other_scale
+    row = place * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    real, alive = row < N, token < M
+    real, alive = row < rows, token < M
     w_rows = w + row.to(tl.int64) * SIZE
     w_scales = w_scale + (row // 32).to(tl.int64) * (SIZE // 32)
     x_rows = x + token * x_stride
@@ -79,27 +86,32 @@ def linear_packed_kernel(
             total, w_rows, w_scales, real, given, other, start, SIZE, False, SCALED, WORDS, False, BLOCK_N, BLOCK_K
         )
     inside = alive[None, :] & real[:, None]
-    at = token[None, :] * N + row[:, None]
+    at = token[None, :] * (N + OTHER) + begin + row[:, None]
     if SPLITS == 1:
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(part + split.to(tl.int64) * M * N + at, total, mask=inside)
+        tl.store(part + split.to(tl.int64) * M * (N + OTHER) + at, total, mask=inside)
         if is_last(counter + tile, SPLITS):
             total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
             for other_split in range(SPLITS):
-                there = part + tl.cast(other_split, tl.int64) * M * N + at
+                there = part + tl.cast(other_split, tl.int64) * M * (N + OTHER) + at
                 total += tl.load(there, mask=inside, other=0.0)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def multiply(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, config: Config, target: Target) -> None:
-    """x [M, K], weight E4M3 or its bytes [N, K], scale [N / 32, K / 32] -> out [M, N], dense."""
+Stored = tuple[Tensor, Tensor]
+
+
+def multiply(x: Tensor, stored: Stored, other: Stored | None, out: Tensor, config: Config, target: Target) -> None:
+    """x [M, K], a weight E4M3 or its bytes [N, K] with its scales [N / 32, K / 32] -> out [M, N], dense; of two such
+    weights the products side by side."""
     rows, size = x.shape
-    columns, scaled = weight.shape[0], target.has("block_scaled_mma")
+    scaled = target.has("block_scaled_mma")
     if 0 in out.shape:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    weight, scale = weight.contiguous().view(torch.float8_e4m3fn), scale.contiguous()
+    (weight, scale), (second, second_scale) = map(_dense, (stored, other or stored))
+    widths = weight.shape[0], 0 if other is None else second.shape[0]
     block_t, block_n = config["BLOCK_T"], config["BLOCK_N"]
     block_k = min(config["BLOCK_K"], triton.next_power_of_2(size))
     blocks = triton.cdiv(size, block_k)
@@ -114,24 +126,38 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, config: Conf
             BLOCK_D=min(2048, triton.next_power_of_2(size)),
         )  # fmt: skip
         x = to
-    grid = (triton.cdiv(columns, block_n), triton.cdiv(rows, block_t), splits)
+    grid = (sum(triton.cdiv(width, block_n) for width in widths), triton.cdiv(rows, block_t), splits)
     part = counter = None
     if splits > 1:
-        part = x.new_empty((splits, rows, columns), dtype=torch.float32)
+        part = x.new_empty((splits, *out.shape), dtype=torch.float32)
         counter = counters(x, grid[0] * grid[1])
     launch(
-        linear_packed_kernel, grid, x, x.stride(0), x_scale, weight, scale, out, part, counter, rows,
-        config=config, N=columns, SIZE=size, ROUND=config["ROUND"], SCALED=scaled,
+        linear_packed_kernel, grid, x, x.stride(0), x_scale, weight, scale, second, second_scale, out, part, counter,
+        rows, config=config, N=widths[0], OTHER=widths[1], SIZE=size, ROUND=config["ROUND"], SCALED=scaled,
         WORDS=size % (4 * GROUP) == 0 and block_k % (4 * GROUP) == 0, SPLITS=splits, SPAN=share * block_k,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
     )  # fmt: skip
 
 
+def _dense(stored: Stored) -> Stored:
+    weight, scale = stored
+    return weight.contiguous().view(torch.float8_e4m3fn), scale.contiguous()
+
+
 def linear_packed(x: Tensor, weight: Tensor, weight_scale: Tensor, *, config: Config, target: Target) -> Tensor:
     """`dsv4::linear_packed`: x [..., K] -> [..., N] in x.dtype."""
     out = x.new_empty((math.prod(x.shape[:-1]), weight.shape[0]))
-    multiply(x.reshape(out.shape[0], x.shape[-1]), weight, weight_scale, out, config, target)
+    multiply(x.reshape(out.shape[0], x.shape[-1]), (weight, weight_scale), None, out, config, target)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def linears_packed(
+    x: Tensor, w0: Tensor, w0_scale: Tensor, w1: Tensor, w1_scale: Tensor, *, config: Config, target: Target
+) -> Tensor:
+    """`dsv4::linears_packed`: x [M, K] -> [M, N0 + N1] in x.dtype."""
+    out = x.new_empty((x.shape[0], w0.shape[0] + w1.shape[0]))
+    multiply(x, (w0, w0_scale), (w1, w1_scale), out, config, target)
+    return out
 
 
 def grouped_output_packed(
@@ -178,12 +204,14 @@ def _check(config: Config, sizes: Sizes, target: Target) -> str | None:
 
 
 def _applies(meta: Meta) -> str | None:
-    weight = meta["weight" if "weight" in meta else "wo_b"]
-    return None if weight.numel() > 0 else f"a weight {tuple(weight.shape)}, allowed: not empty"
+    weights = [meta[name] for name in ("weight", "wo_b", "w0", "w1") if name in meta]
+    empty = [tuple(weight.shape) for weight in weights if weight.numel() == 0]
+    return f"a weight {empty[0]}, allowed: not empty" if empty else None
 
 
 TEMPLATES = (
     TritonTemplate("linear_packed", "dsv4::linear_packed", linear_packed, _configs, _check, _applies),
+    TritonTemplate("linears_packed", "dsv4::linears_packed", linears_packed, _configs, _check, _applies),
     TritonTemplate(
         "grouped_output_packed", "dsv4::grouped_output_packed", grouped_output_packed, _output_configs, _check, _applies
     ),

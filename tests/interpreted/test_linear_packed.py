@@ -13,7 +13,7 @@ from dscompile.templates.triton.linear_packed import TEMPLATES
 from support.kernels import reference, space, spec_of
 from support.triton_interpreter import count_traffic
 
-LINEAR, OUTPUT = TEMPLATES
+LINEAR, PAIR, OUTPUT = TEMPLATES
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -61,6 +61,21 @@ def test_a_split_sum_and_bytes_as_weight(target: Target) -> None:
     results = [LINEAR.fn(*args, config=config, target=target) for _ in range(2)]
     close(results[0], reference(LINEAR, *args))
     assert torch.equal(*results)
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_two_weights(data: st.DataObject) -> None:
+    rows, size = data.draw(st.integers(0, 19)), 32 * data.draw(st.sampled_from([1, 5, 16]))
+    widths = [32 * data.draw(st.integers(1, 6)) for _ in range(2)]
+    torch.manual_seed(rows + size)
+    args = (torch.randn(rows, size).to(BF16), *stored(widths[0], size), *stored(widths[1], size))
+    target = get_target(data.draw(st.sampled_from(["sm_90a", "sm_103a"])))
+    config = data.draw(st.sampled_from(space(PAIR, args, target)))
+    got = PAIR.fn(*args, config=config, target=target)
+    close(got, reference(PAIR, *args))
+    parts = [LINEAR.fn(args[0], *args[i : i + 2], config=config, target=target) for i in (1, 3)]
+    assert torch.equal(got, torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 70])

@@ -44,6 +44,7 @@ linears(Tensor x, Tensor w0, Tensor w1, Tensor? w2, Tensor? w3) -> Tensor
 norm_linear(Tensor x, Tensor? norm_weight, float eps, str rounding, Tensor weight) -> (Tensor y, Tensor normed)
 grouped_output(Tensor o, Tensor wo_a, Tensor wo_b) -> Tensor
 linear_packed(Tensor x, Tensor weight, Tensor weight_scale) -> Tensor
+linears_packed(Tensor x, Tensor w0, Tensor w0_scale, Tensor w1, Tensor w1_scale) -> Tensor
 grouped_output_packed(Tensor o, Tensor wo_a, Tensor wo_b, Tensor wo_b_scale) -> Tensor
 engram_gather(Tensor table, Tensor? scales, Tensor rows, ScalarType dtype) -> Tensor
 engram_gate(Tensor streams, Tensor key, Tensor value, Tensor q_weight, Tensor k_weight, Tensor? mask, float eps) -> Tensor
@@ -160,6 +161,7 @@ def examples(tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
         ("norm_linear", (rand(n, 24, dtype=BF16), None, 1e-6, "scale_cast", rand(10, 24, dtype=BF16))),
         ("grouped_output", (rand(2, n, 2, 12), rand(2, 5, 12), rand(16, 10))),
         ("linear_packed", (rand(2, n, 64, dtype=BF16), octets(96, 64), octets(3, 2))),
+        ("linears_packed", (rand(n, 64), octets(32, 64), octets(1, 2), octets(96, 64), octets(3, 2))),
         ("grouped_output_packed", (rand(n, 2, 12), rand(2, 16, 12), octets(64, 32), octets(2, 1))),
         # as bytes: opcheck itself cannot multiply float8 tensors
         ("engram_gather", (rand(11, 64).to(torch.float8_e4m3fn).view(torch.uint8), torch.randint(120, 130, (11, 2),

@@ -41,6 +41,12 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype, octets: bool) -> 
     assert got.dtype == dtype and ((got.double() - want).abs() <= bound + (6e-8 if dtype == FP16 else 0)).all()
 
 
+def test_two_weights() -> None:
+    x, (w0, s0, _), (w1, s1, _) = torch.randn(3, 64).to(BF16), stored(32, 64), stored(96, 64)
+    want = torch.cat((linear_packed(x, w0, s0), linear_packed(x, w1, s1)), 1)
+    assert torch.equal(torch.ops.dsv4.linears_packed(x, w0, s0, w1, s1), want)
+
+
 def test_grouped_output() -> None:
     o, wo_a = torch.randn(2, 3, 4, 8), torch.randn(4, 16, 8)
     weight, scale, meaning = stored(96, 64)
@@ -61,5 +67,7 @@ def test_bad_arguments() -> None:
         linear_packed(x, weight[:95], scale)
     with pytest.raises(TypeError, match="dtype of weight is torch.float32"):
         linear_packed(x, weight.float(), scale)
+    with pytest.raises(ValueError, match=re.escape("linears_packed: shape of w1_scale is [3, 2]; allowed: [3, 1]")):
+        torch.ops.dsv4.linears_packed(x[:, :32], weight[:, :32], scale[:, :1], weight[:, :32], scale)
     with pytest.raises(ValueError, match=re.escape("shape of wo_b is [96, 64]; allowed: [96, 96]")):
         grouped_output_packed(torch.randn(2, 3, 8), torch.randn(3, 32, 8), weight, scale)

@@ -8,7 +8,7 @@ from dscompile.templates.triton.linear_packed import TEMPLATES
 from support.kernels import space
 from support.offline import compiled, meta
 
-LINEAR, OUTPUT = TEMPLATES
+LINEAR, PAIR, OUTPUT = TEMPLATES
 TARGETS = [get_target(name) for name in ("sm_90a", "sm_100a", "sm_103a")]
 #: wq_a, wq_b, wkv: columns and size.
 SHAPES = {"wq_a": (1280, 5120), "wq_b": (32768, 1280), "wkv": (512, 5120)}
@@ -36,6 +36,13 @@ def test_released_shapes(rows: int, name: str, target: Target) -> None:
     assert set(facts.tensor_core) == {"UTCQMMA" if target.has("block_scaled_mma") else "HGMMA"}
     assert facts.async_copies and 1 not in facts.loads
     assert ("round_rows_kernel" in found) == (rows > 64)
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]], ids=lambda target: target.name)
+def test_queries_and_window_rows(target: Target) -> None:
+    x, *weight = released(8, "wq_a")
+    facts = compiled(PAIR, (x, *weight, *released(8, "wkv")[1:]), target)["linear_packed_kernel"][1]
+    assert set(facts.tensor_core) == {"UTCQMMA" if target.has("block_scaled_mma") else "HGMMA"} and facts.async_copies
 
 
 @pytest.mark.slow
