@@ -2,7 +2,8 @@
 
 python tools/tuning_records.py [--model v41] [--weights stored] [--target sm_103a] [--folder .cache/tuning]
 
-What was tuned stays in the folder, so that after a change only what changed is tuned again.
+What was tuned stays in the folder, so that after a change only what changed is tuned again. Finding the calls takes
+minutes; `--same-calls` takes those of the last run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +49,7 @@ def tune(calls: Sequence[Call], target: str, database: Database, processes: int)
     for failure in failures:
         print(f"    no kernel: {failure.call}: {failure.reason}", flush=True)
     for outcome in tune_modelled(jobs, machine, database, processes):
-        if outcome.record is None or "spills" in outcome.reason:
+        if outcome.record is None:
             print(f"    {outcome.job.template} ({outcome.job.config}): {outcome.reason}", flush=True)
 
 
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("plain", "stored"))
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "tuning")
+    parser.add_argument("--same-calls", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,10 @@ def main() -> None:
         if options.model not in (None, model) or options.weights not in (None, weights):
             continue
         print(f"==> {model}, {weights} weights: finding the calls", flush=True)
-        calls = decoding_calls(model, weights, options.jobs)
+        place = options.folder / f"{model}_{weights}.calls"
+        if not (options.same_calls and place.is_file()):
+            place.write_bytes(pickle.dumps(decoding_calls(model, weights, options.jobs)))
+        calls = pickle.loads(place.read_bytes())
         for target in (options.target,) if options.target else TARGETS:
             name = f"{model}_{target}"
             database = Database(options.folder / f"{name}.sqlite3")

@@ -1,7 +1,8 @@
 """Finding the best config of every call of a workload, and remembering it.
 
 With a GPU of the target every config that passes its checks is measured; without one it is compiled and ranked by the
-model of `predict`. Spaces are small (at most a few dozen configs), so all of them are tried.
+model of `predict`, unless it spills registers: then it has no record. Spaces are small (at most a few dozen configs),
+so all of them are tried.
 """
 
 from __future__ import annotations
@@ -69,14 +70,15 @@ def _modelled(job: Job, result: list[Built] | Failure, target: Target) -> Outcom
         return Outcome(job, None, result.reason)
     template = template_named(job.call.op, job.template)
     spills = sum(built.facts.spills for built in result)
+    if spills:  # the model knows nothing of what they cost
+        return Outcome(job, None, f"{spills} accesses to spilled registers")
     try:
         prediction = predict(result, target)
     except ValueError as error:
         return Outcome(job, None, str(error))
-    penalty = 1.0 + 0.05 * spills  # guess: enough to prefer a config without any
     key = key_of_call(job.call, template, target)
-    record = Record(key, str(job.config), prediction.time_us * penalty, "modelled", "", time.time())
-    return Outcome(job, record, f"bound by {prediction.bound}" + (f", {spills} spills" if spills else ""))
+    record = Record(key, str(job.config), prediction.time_us, "modelled", "", time.time())
+    return Outcome(job, record, f"bound by {prediction.bound}")
 
 
 def tune_measured(

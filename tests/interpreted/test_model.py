@@ -26,9 +26,10 @@ def fresh() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module", params=["decode", "prefill"])
+@pytest.fixture(scope="module", params=[("decode", False), ("prefill", False), ("decode", True)], ids=str)
 def calls(request: pytest.FixtureRequest) -> list[Call]:
-    return v41_calls(DeepseekV41Config.miniature(), TARGET.name, request.param, batch=2, context=64, tokens=20)
+    role, stored = request.param
+    return v41_calls(DeepseekV41Config.miniature(), TARGET.name, role, batch=2, context=64, tokens=20, stored=stored)
 
 
 def test_every_call_equals_its_reference(calls: list[Call]) -> None:
