@@ -59,13 +59,14 @@ def build(
 
     wanted = workload(model, target, batch, context, role, tokens, jobs, weights)
     machine = wanted.target
+    about = {**wanted.as_data(), "every_config": every_config}
+    bundle = Bundle(output, machine.name, about, compat.version_text("triton") or "none")
+    bundle.claim()
     with progress_on(err) as progress:
         select = (lambda call, template, space: space) if every_config else first_only
         calls = wanted.calls(progress)
         work, failures = plan(calls, machine, select)
         written, refused = plan_cute(calls, machine, every_config) if cute else ([], {})
-        about = {**wanted.as_data(), "every_config": every_config}
-        bundle = Bundle(output, machine.name, about, compat.version_text("triton") or "none")
         for failure in failures:
             bundle.fail(failure)
         compiling = progress.add_task("compiling", total=len(work))
@@ -192,9 +193,11 @@ def tune(
     load: Annotated[list[Path] | None, typer.Option(help="First add the records of such a file.")] = None,
 ) -> None:
     """Find the best config of every kernel: measured on this machine's GPU, else modelled from the compiled code."""
-    from dscompile.tuning.database import Database, user_path
+    from dscompile.tuning.database import Database, DatabaseError, user_path
     from dscompile.tuning.tune import open_jobs, tune_measured, tune_modelled
 
+    if export is not None and not export.resolve().parent.is_dir():
+        raise DatabaseError(f"cannot write {export}: there is no folder {export.resolve().parent}")
     wanted = workload(model, target, batch, context, role, tokens, jobs, weights)
     machine = wanted.target
     known = Database(database or user_path())

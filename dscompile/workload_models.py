@@ -40,6 +40,7 @@ def _v4_miniature() -> Config:
     return v4_config()
 
 
+V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 BUILT_IN: dict[str, Callable[[], Config]] = {
     "v41": DeepseekV41Config.released,
     "v4-flash": _v4_flash,
@@ -66,9 +67,17 @@ def read_config(model: str) -> Config:
         content = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise ModelError(f"{path} is no JSON: {error}") from error
-    if isinstance(content, dict) and content.get("model_type") == "deepseek_v4":
+    if not path.is_file() or not isinstance(content, dict):
+        raise ModelError(f"{path} holds no configuration: allowed are a JSON object, or a folder with a config.json")
+    kind = content.get("model_type")
+    if kind == "deepseek_v4":
         return _transformers_config(path, content)
-    return DeepseekV41Config.from_file(path)
+    if kind not in (None, *V41_TYPES):
+        raise ModelError(f"{path} has model_type {kind!r}, allowed: {', '.join(('deepseek_v4', *V41_TYPES))}")
+    try:
+        return DeepseekV41Config.from_dict(content)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} is no configuration of DeepSeek-V4.1: {error}") from error
 
 
 def _transformers_config(path: Path, content: dict[str, Any]) -> Config:
@@ -88,13 +97,17 @@ def step_calls(
     config: Config, target: str, role: Role, context: int, tokens: int, batch: int, stored: bool = False
 ) -> list[Call]:
     """The calls of one step: `v41_calls` or `v4_calls`. ModelError for stored weights of a V4."""
-    if isinstance(config, DeepseekV41Config):
-        return v41_calls(config, target, role, batch, context, min(tokens, context), stored=stored)
-    if stored:
+    tokens = min(tokens, context)
+    if stored and not isinstance(config, DeepseekV41Config):
         raise ModelError("weights 'stored' of a DeepSeek-V4, allowed: 'plain'; transformers' V4 has no other")
-    from dscompile.workload_v4 import v4_calls
+    try:
+        if isinstance(config, DeepseekV41Config):
+            return v41_calls(config, target, role, batch, context, tokens, stored=stored)
+        from dscompile.workload_v4 import v4_calls
 
-    return v4_calls(config, target, role, batch, context, min(tokens, context))
+        return v4_calls(config, target, role, batch, context, tokens)
+    except ValueError as error:  # what the model says of sizes that it cannot have
+        raise ModelError(str(error)) from error
 
 
 def workload_calls(

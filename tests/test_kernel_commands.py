@@ -75,6 +75,43 @@ def test_build_refuses_in_one_line(two_calls: None, tmp_path: Path, arguments: l
     assert words in said and len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "holds no configuration"), ('{"model_type": "llama"}', "model_type 'llama', allowed: deepseek_v4, "),
+        ('{"model_type": "deepseek_v41", "hidden_size": "abc"}', "is no configuration of DeepSeek-V4.1: "),
+    ],
+)  # fmt: skip
+def test_other_configurations_are_refused_in_one_line(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    said = run("build", "--model", str(tmp_path), "--target", "sm_100a", "-o", str(tmp_path / "b"), status=2)
+    assert words in said and len(said.strip().splitlines()) == 1
+
+
+def test_sizes_that_a_model_cannot_have(tmp_path: Path) -> None:
+    options = ("--model", "v41-miniature", "--target", "sm_100a", "--context", "10m", "-o", str(tmp_path / "b"))
+    said = run("build", *options, status=2)
+    assert "max_tokens: 10485760, allowed: <= max_position_embeddings" in said
+    assert "Traceback" not in said
+
+
+def test_places_that_cannot_be_written_are_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = ("--model", "v41", "--target", "sm_100a")
+    for place in ("file", "file/below"):
+        said = run("build", *options, "-o", str(tmp_path / place), status=2)
+        assert "choose another folder" in said and len(said.strip().splitlines()) == 1
+    said = run("tune", *options, "--export", str(tmp_path / "none" / "x.jsonl"), status=2)
+    assert "there is no folder" in said
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 1}', '{"format": 1, "target": "sm_90a", "kernels": [1]}'])
+def test_damaged_bundles_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    said = run("inspect", str(tmp_path), status=2)
+    assert "build it again" in said and len(said.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("command", ["build", "tune"])
 def test_a_model_of_transformers_needs_transformers(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

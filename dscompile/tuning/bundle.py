@@ -79,6 +79,16 @@ class Bundle:
 
     # Making one
 
+    def claim(self) -> None:
+        """See that the folder can be written, before there is work to lose. Raises BundleError."""
+        probe = self.folder / f".{uuid.uuid4().hex}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise BundleError(f"cannot write to {self.folder}: {error.strerror}; choose another folder") from error
+
     def add(self, built: Iterable[Built]) -> None:
         """Take in the kernels of a job; the files of a kernel that is there already are not written again."""
         for each in built:
@@ -147,12 +157,18 @@ class Bundle:
             raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}; make one with `dscompile build`") from None
         except (OSError, ValueError) as error:
             raise BundleError(f"{path} cannot be read: {error}") from error
-        if content.get("format") != FORMAT:
-            raise BundleError(
-                f"{path} has format {content.get('format')!r}, this version reads {FORMAT}: build it again"
-            )
+        found = content.get("format") if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise BundleError(f"{path} has format {found!r}, this version reads {FORMAT}: build it again")
+        try:
+            return Bundle._from_data(Path(folder), content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BundleError(f"{path} is damaged ({type(error).__name__}: {error}): build it again") from error
+
+    @staticmethod
+    def _from_data(folder: Path, content: dict[str, Any]) -> Bundle:
         bundle = Bundle(
-            Path(folder), content["target"], content["workload"], content["triton"], content["dscompile"],
+            folder, content["target"], content["workload"], content["triton"], content["dscompile"],
             failures=content["failures"],
         )  # fmt: skip
         for entry in content["kernels"]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sqlite3
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from dscompile import compat
 
 KINDS = ("measured", "modelled")
 SCHEMA = 1
+SUFFIX = ".sqlite3"  # a damaged file of another name may be no database at all, and is left alone
 
 # Sizes that grow with batch and context: calls that differ in them only within a factor of two share a record.
 GROWING = frozenset(("N", "B", "T", "S", "C", "M", "P", "scored"))
@@ -106,27 +108,28 @@ def distance(one: Key, other: Key) -> tuple[int, int] | None:
 
 
 class Database:
-    """A file of records, safe to use from many processes; `path` None is one in memory."""
+    """A file of records, safe to use from many processes and threads; `path` None is one in memory."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
+        self._lock = threading.RLock()
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
         if self.path is None:
-            return _prepared(sqlite3.connect(":memory:"))
+            return _prepared(_connect(":memory:"))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            return _prepared(sqlite3.connect(self.path, timeout=60))
+            return _prepared(_connect(self.path))
         except (sqlite3.DatabaseError, OSError) as error:
-            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            if _damaged(error) and self.path.suffix == SUFFIX:
                 return self._set_aside(error)
             warnings.warn(
                 f"the tuning database {self.path} cannot be used ({error}); this process keeps its results in memory. "
                 "Set DSCOMPILE_TUNING to a file that you can write",
                 stacklevel=4,
             )
-            return _prepared(sqlite3.connect(":memory:"))
+            return _prepared(_connect(":memory:"))
 
     def _set_aside(self, error: Exception) -> sqlite3.Connection:
         assert self.path is not None
@@ -138,7 +141,7 @@ class Database:
             f"the tuning database {self.path} is damaged ({error}): it was moved to {aside}, a new one begins",
             stacklevel=5,
         )
-        return _prepared(sqlite3.connect(self.path, timeout=60))
+        return _prepared(_connect(self.path))
 
     def close(self) -> None:
         self._connection.close()
@@ -147,7 +150,7 @@ class Database:
         """Add records. One for the same key, config, kind and device replaces the older one."""
         rows = [_row(record) for record in records]
         marks = ", ".join("?" * (len(_KEY) + len(_REST)))
-        with self._connection as connection:
+        with self._lock, self._connection as connection:
             connection.executemany(f"INSERT OR REPLACE INTO records ({_COLUMNS}) VALUES ({marks})", rows)
 
     def records(self, **where: str) -> Iterator[Record]:
@@ -157,8 +160,21 @@ class Database:
                 raise ValueError(f"unknown column {name!r}; allowed: {', '.join((*_KEY, *_REST))}")
         condition = " AND ".join(f'"{name}" = ?' for name in where) or "1"
         query = f"SELECT {_COLUMNS} FROM records WHERE {condition} ORDER BY time_us, config"
-        for row in self._connection.execute(query, tuple(where.values())):
+        for row in self._rows(query, tuple(where.values())):
             yield Record(Key(*row[: len(_KEY)]), *row[len(_KEY) :])
+
+    def _rows(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
+        """All at once, so that no other thread comes in between. A file that turns out to be damaged is replaced."""
+        with self._lock:
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.DatabaseError as error:
+                if self.path is None or not _damaged(error):
+                    raise
+                self._connection.close()
+                own = self.path.suffix == SUFFIX
+                self._connection = self._set_aside(error) if own else _prepared(_connect(":memory:"))
+                return []
 
     def best(self, key: Key) -> Record | None:
         """The quickest config: measured under any driver before modelled."""
@@ -189,7 +205,10 @@ class Database:
         if best:
             found = list({(record.key, record.kind): record for record in reversed(found)}.values())
         lines = [json.dumps(asdict(record), sort_keys=True) for record in found]
-        Path(path).write_text("".join(f"{line}\n" for line in sorted(lines)))
+        try:
+            Path(path).write_text("".join(f"{line}\n" for line in sorted(lines)), encoding="utf-8")
+        except OSError as error:
+            raise DatabaseError(f"cannot write {path}: {error.strerror}") from error
         return len(lines)
 
     def load(self, path: str | Path) -> int:
@@ -209,9 +228,11 @@ class Database:
 def read_lines(path: str | Path) -> Iterator[Record]:
     """The records of an exported file."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DatabaseError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DatabaseError(f"{path} is no file of tuning records: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
             content = json.loads(line)
@@ -224,18 +245,28 @@ def _row(record: Record) -> tuple[Any, ...]:
     return (*(getattr(record.key, name) for name in _KEY), *(getattr(record, name) for name in _REST))
 
 
+def _connect(path: str | Path) -> sqlite3.Connection:
+    """Other threads may use it; `Database` lets one at a time."""
+    return sqlite3.connect(path, timeout=60, check_same_thread=False)
+
+
+def _damaged(error: Exception) -> bool:
+    return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+
+
 def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
     text = {"time_us": "REAL", "when": "REAL"}
     columns = ", ".join(f'"{name}" {text.get(name, "TEXT")} NOT NULL' for name in (*_KEY, *_REST))
     unique = ", ".join(f'"{name}"' for name in (*_KEY, "config", "kind", "device"))
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, SCHEMA):
+        raise sqlite3.OperationalError(f"made by another version of dscompile (schema {version}, this one {SCHEMA})")
+    there = {row[1] for row in connection.execute("PRAGMA table_info(records)")}
+    if there and there != {*_KEY, *_REST}:
+        raise sqlite3.OperationalError(f"its table records has the columns {', '.join(sorted(there))}")
     with contextlib.suppress(sqlite3.OperationalError):  # some network file systems have no shared memory
         connection.execute("PRAGMA journal_mode = WAL")
     with connection:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA):
-            raise sqlite3.OperationalError(
-                f"made by another version of dscompile (schema {version}, this one {SCHEMA})"
-            )
         connection.execute(f"CREATE TABLE IF NOT EXISTS records ({columns}, PRIMARY KEY ({unique}))")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
     return connection

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
-from dscompile.passes.engine import Pattern
+from dscompile.passes.engine import Match, Pattern, Reject
 
 _INPUTS = {
     "x": "act[b*t D]", "weights": "w[b*t k]", "indices": "i64[b*t k]", "w13": "act[E 2*I D]", "w2": "act[E D I]",
@@ -15,6 +17,12 @@ _INPUTS = {
 }  # fmt: skip
 _STREAMS = {"streams": "act[b t n D]", "post": "f32[b t n]", "comb": "f32[b t n n]"}
 _SCALARS = {"limit": 12.3456}
+
+
+def _clamps(match: Match) -> Reject | None:
+    """The operation takes a limit of 0 or less for none; what is fused here really clamps."""
+    limit = match.scalars["limit"]
+    return None if 0 < limit < math.inf else Reject(f"a limit of {limit}, allowed: above 0 and finite")
 
 
 def _sum(
@@ -147,14 +155,14 @@ def _stored_streams(fp32: bool) -> Pattern:
 
 
 _BASE = (
-    Pattern("moe.sum", "experts", "fusing", _sum, _sum_op, inputs=_INPUTS, scalars=_SCALARS),
+    Pattern("moe.sum", "experts", "fusing", _sum, _sum_op, inputs=_INPUTS, scalars=_SCALARS, guard=_clamps),
     Pattern(
         "moe_packed.sum", "experts", "fusing", _stored_sum, _stored_sum_op, inputs=_STORED, scalars=_SCALARS,
-        key=torch.ops.dsv4.experts_packed.default,
+        key=torch.ops.dsv4.experts_packed.default, guard=_clamps,
     ),
     Pattern(
         "moe.rounded", "experts", "fusing", _rounded_sum, _rounded_sum_op, inputs={**_INPUTS, "x": "act[b t D]"},
-        scalars=_SCALARS, key=torch.ops.dsv4.experts.default,
+        scalars=_SCALARS, key=torch.ops.dsv4.experts.default, guard=_clamps,
     ),
     *(_streams(before, fp32) for before in (True, False) for fp32 in (True, False)),
     *map(_stored_streams, (True, False)),

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from dscompile.passes.engine import Match, PassContext, PassResult, Pattern, PatternPass, Reject
 from dscompile.passes.engine.fxutil import emit, fake_mode
-from dscompile.passes.engine.graphs import find, subgraphs
-from dscompile.passes.engine.optable import RESHAPE
+from dscompile.passes.engine.graphs import find, subgraphs, users_through_views
+from dscompile.passes.engine.optable import RESHAPE, VIEWS
 
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 FEW_ROWS = 256
@@ -84,6 +85,8 @@ def _groups(gm: GraphModule) -> Iterator[list[Node]]:
     for node in find(gm.graph, aten.mm.default):
         x, weight = node.args
         if isinstance(x, Node) and isinstance(weight, Node) and _transposed_input(weight) is not None:
+            if not _taken_by_operations(node):
+                continue
             rows = x.meta["val"].shape[0]
             if isinstance(rows, int) and rows <= FEW_ROWS and x.meta["val"].dtype in NARROW:
                 by_factor.setdefault(x, []).append(node)
@@ -92,6 +95,13 @@ def _groups(gm: GraphModule) -> Iterator[list[Node]]:
             group = products[first : first + MOST_WEIGHTS]
             if len(group) > 1:
                 yield group
+
+
+def _taken_by_operations(node: Node) -> bool:
+    """Whether only operations of the vocabulary, which take any strides, see the result: a part of a row of several
+    results is not dense."""
+    users = users_through_views(node, VIEWS)
+    return all(isinstance(u.target, OpOverload) and u.target.namespace == "dsv4" for u in users)
 
 
 def _transposed_input(node: Node) -> Node | None:
@@ -108,7 +118,7 @@ def _stored_pairs(gm: GraphModule) -> Iterator[list[Node]]:
     for node in find(gm.graph, dsv4.linear_packed.default):
         x, *weight = node.args
         there = all(isinstance(part, Node) and part.op in ("placeholder", "get_attr") for part in weight)
-        if isinstance(x, Node) and there and x.meta["val"].dtype in NARROW:
+        if isinstance(x, Node) and there and x.meta["val"].dtype in NARROW and _taken_by_operations(node):
             rows = x.meta["val"].shape[:-1].numel()
             if isinstance(rows, int) and rows <= FEW_ROWS:
                 by_factor.setdefault(x, []).append(node)

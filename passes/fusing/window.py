@@ -42,8 +42,12 @@ def _take_in(gm: GraphModule, node: Node, writes: Writes) -> bool:
     rows = given["window_kv"]
     if not isinstance(rows, Node) or rows.target is not aten.index.Tensor or len(rows.users) != 1:
         return False
+    if sum(value is rows for value in given.values()) != 1:
+        return False
     pool, (slots, *others) = rows.args
     if others or not isinstance(pool, Node) or not isinstance(slots, Node) or pool.meta["val"].dim() != 2:
+        return False
+    if not isinstance(pool.meta["val"].shape[0], int):
         return False
     if slots.meta["val"].dim() != 2 or slots.meta["val"].dtype not in (torch.int64, torch.int32):
         return False

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,3 +136,50 @@ def test_the_users_file_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("DSCOMPILE_TUNING")
     assert user_path().name == "tuning.sqlite3"
     assert all(path.suffix == ".jsonl" for path in shipped_paths())
+
+
+def test_threads_share_a_database(tmp_path: Path) -> None:
+    database = Database(tmp_path / "shared.sqlite3")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: database.put([record(f"c{n}", 1.0 + n)]), range(40)))
+        counts = list(pool.map(lambda _: len(list(database.records())), range(8)))
+    assert counts == [40] * 8
+
+
+def test_damage_that_shows_late_is_set_aside_too(tmp_path: Path) -> None:
+    path = tmp_path / "late.sqlite3"
+    first = Database(path)
+    first.put([record(f"c{n}", 1.0) for n in range(200)])
+    first._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    first.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\x55" * (len(content) - 4096))
+    database = Database(path)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert list(database.records()) == []
+    database.put([record("a", 1.0)])
+    assert len(list(database.records())) == 1 and list(tmp_path.glob("late.sqlite3.corrupt-*"))
+
+
+def test_other_people_s_files_are_left_alone(tmp_path: Path) -> None:
+    """A table of another kind, and a file that has not even the name of a database."""
+    foreign = sqlite3.connect(tmp_path / "foreign.sqlite3")
+    foreign.execute("CREATE TABLE records (title TEXT)")
+    foreign.commit()
+    foreign.close()
+    (tmp_path / "letter.txt").write_text("Dear reader, " * 500)
+    for name, words in (("foreign.sqlite3", "has the columns title"), ("letter.txt", "cannot be used")):
+        before = (tmp_path / name).read_bytes()
+        with pytest.warns(UserWarning, match=words):
+            database = Database(tmp_path / name)
+        database.put([record("a", 1.0)])
+        assert len(list(database.records())) == 1 and (tmp_path / name).read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.sqlite3", "letter.txt"]
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatabaseError, match=r"bytes\.jsonl is no file of tuning records"):
+        Database(None).load(tmp_path / "bytes.jsonl")
+    with pytest.raises(DatabaseError, match="cannot write"):
+        Database(None).export(tmp_path / "none" / "x.jsonl")

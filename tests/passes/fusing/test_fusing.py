@@ -114,3 +114,87 @@ def test_rounded_experts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert calls(graph)["moe"] == 1 and not calls(graph)["experts"] + calls(graph)["mm"] + calls(graph)["hc_post"]
     for old, new in zip(before, run_flat(graph), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+class TwoProducts(torch.nn.Module):
+    """One goes to an operation of the vocabulary, the other where strides can be seen."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        linear = torch.nn.functional.linear
+        return torch.ops.dsv4.rms_norm(linear(x, a), None, 1e-6, "fp32"), self.use(linear(x, b))
+
+
+@pytest.mark.parametrize(
+    ("use", "joined"),
+    [
+        (lambda y: y, 0), (lambda y: y.view(-1, 4), 0), (lambda y: y.as_strided((4,), (2,)), 0),
+        (lambda y: y.clamp(max=1.0), 0), (lambda y: torch.ops.dsv4.rms_norm(y.unsqueeze(0), None, 1e-6, "fp32"), 1),
+    ],
+)  # fmt: skip
+def test_parts_of_a_row_are_seen_by_operations_only(use: Any, joined: int) -> None:
+    args = (torch.randn(2, 3, 16).bfloat16(), torch.randn(24, 16).bfloat16(), torch.randn(8, 16).bfloat16())
+    graph = functional_graph(TwoProducts(use), *args, dynamic=False)
+    default_pipeline().run(graph)
+    before = run_flat(graph)
+    fusing_pipeline().run(graph)
+    assert calls(graph)["linears"] == joined
+    for old, new in zip(before, run_flat(graph), strict=True):
+        assert new.stride() == old.stride()
+        torch.testing.assert_close(new, old, rtol=2e-2, atol=1e-5)
+
+
+class WindowAttention(torch.nn.Module):
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(
+        self, q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, index: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        rows = pool[slots]
+        comp = (rows, index) if self.both else (None, None)
+        positions = torch.full_like(slots[:, :1], 5)
+        return torch.ops.dsv4.sparse_attention(
+            q, rows, positions, start, 4, *comp, None, None, 0.3, None, None, False, "none", "none"
+        )
+
+
+@pytest.mark.parametrize(("both", "dynamic", "paged"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_the_window_is_read_in_place(both: bool, dynamic: bool, paged: int) -> None:
+    """Negative slots count from the end. Not where the rows are compressed rows as well, nor in a pool of any size."""
+    pool, slots = torch.randn(9, 16), torch.tensor([[1, -1, 3, 4, 2], [8, 0, -9, 5, 6]])
+    if dynamic:
+        torch._dynamo.mark_dynamic(pool, 0)
+    args = (torch.randn(2, 1, 3, 16), pool, slots, torch.tensor([[[0, 4]], [[-1, 2]]]), torch.tensor([1, 2]))
+    graph = functional_graph(WindowAttention(both), *args, dynamic=None if dynamic else False)
+    default_pipeline().run(graph)
+    before = run_flat(graph)
+    fusing_pipeline().run(graph)
+    assert calls(graph)["sparse_attention_paged"] == paged
+    for old, new in zip(before, run_flat(graph), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-6)
+
+
+class UnclampedExperts(RoundedExperts):
+    limit = 0.0
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        indices, weights, w13, w2, gate, up, down = rest[:7]
+        linear = torch.nn.functional.linear
+        routed = torch.ops.dsv4.experts(x.flatten(0, 1), indices, weights, w13, w2, 0.0, False, x.dtype)
+        act = torch.nn.functional.silu(linear(x, gate).clamp(max=0.0)) * linear(x, up).clamp(-0.0, 0.0)
+        return routed.view(x.shape) + linear(act, down)
+
+
+def test_a_limit_of_zero_means_another_thing_in_the_operation() -> None:
+    x = torch.randn(2, 3, 24)
+    args = (x, torch.randint(0, 3, (6, 2)), torch.rand(6, 2), torch.randn(3, 32, 24), torch.randn(3, 24, 16),
+            torch.randn(40, 24), torch.randn(40, 24), torch.randn(24, 40))  # fmt: skip
+    graph = functional_graph(UnclampedExperts(), *args, dynamic=False)
+    default_pipeline().run(graph)
+    fusing_pipeline().run(graph)
+    assert not calls(graph)["moe"]
