@@ -60,8 +60,8 @@ def test_one_token(kind: str, dtype: torch.dtype) -> None:
         # Of every layer the queries and the window rows; of the full layer the index keys, and x's third product.
         assert found["norm_linear"] == 4 * narrow and found["linears"] == 3 * narrow
     else:
-        # Queries and window rows side by side, then the second product of the queries; the indexer's queries.
-        assert found["linears_packed"] == 3 and found["linear_packed"] == 3 + 1
+        # Queries and window rows side by side; the queries' second product, in the full layer beside the indexer's.
+        assert found["linears_packed"] == 3 + 1 and found["linear_packed"] == 2
         assert found["grouped_output_packed"] == 3
     for old, new in zip(before, after, strict=True):
         if old.dtype == torch.uint8:  # packed rows: a value may fall into the next code
