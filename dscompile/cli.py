@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dscompile import __version__, compat, kernel_commands
+from dscompile import __version__, compat, kernel_commands, plan_commands
 from dscompile.targets import TARGETS, UnsupportedTargetError, detect_target
 
 app = typer.Typer(
@@ -224,6 +224,13 @@ def inspect(*args: Any, **kwargs: Any) -> None:
 def tune(*args: Any, **kwargs: Any) -> None:
     with _errors_in_one_line():
         kernel_commands.tune(*args, **kwargs)
+
+
+@app.command()
+@functools.wraps(plan_commands.plan)
+def plan(*args: Any, **kwargs: Any) -> None:
+    with _errors_in_one_line():
+        plan_commands.plan(*args, **kwargs)
 
 
 def _deliver(text: str, output: Path | None) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 LINKS = ("passes", "templates")
 # Module name -> distribution, where they differ.
-DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl"}
+DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "yaml": "pyyaml"}
 
 
 @pytest.fixture(scope="module")

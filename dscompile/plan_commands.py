@@ -1,0 +1,71 @@
+"""The command that plans a job on a cluster without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+out = Console()
+
+
+def plan(
+    cluster: Annotated[str, typer.Option(help="`gb300-nvl72`, `hgx-h200`, or a YAML file.")] = "gb300-nvl72",
+    model: Annotated[str, typer.Option(help="`v41`, `v4-flash`, or a config.json or its folder.")] = "v41",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks that share the experts.")] = "2,4,8,16,32,64,72",
+    batch: Annotated[str, typer.Option(help="Tokens of every rank in a step, separated by commas.")] = "8,64,256",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what wide expert parallelism would move and take on a cluster: modelled, per layer."""
+    from dscompile.distributed.cluster import read_cluster
+    from dscompile.distributed.plan import FORMULAS, exchange_plans
+    from dscompile.kernel_options import sizes
+
+    machine, numbers = read_cluster(cluster), _numbers(model)
+    counts = sizes(ranks)
+    if ranks == "2,4,8,16,32,64,72":
+        counts = [count for count in counts if count <= machine.gpus]
+    plans = list(exchange_plans(numbers, machine, counts, sizes(batch)))
+    if as_json:
+        rows = [{**asdict(each), "layer_us": each.layer_us} for each in plans]
+        content = {"status": "modelled", "cluster": machine.name, "model": asdict(numbers), "formulas": dict(FORMULAS),
+                   "plans": rows}  # fmt: skip
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        return
+    over = ", ".join(dict.fromkeys(p.limit for p in plans))
+    table = Table(
+        title=f"{model} on {machine.name} ({machine.target.product}): modelled, per GPU and layer, over the {over}",
+        box=None, padding=(0, 0, 0, 1), pad_edge=False,
+    )  # fmt: skip
+    for name in ("ranks", "batch", "weights\nGB", "distinct\nranks", "dispatch\nKB", "combine\nKB",
+                 "dispatch\nus", "experts\nus", "combine\nus", "layer\nus"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in plans:
+        weights = f"{p.weight_bytes / 1e9:.1f}" + ("" if p.fits in (True, None) else " !")
+        table.add_row(
+            str(p.ranks), str(p.batch), weights, f"{p.distinct_ranks:.2f}",
+            f"{p.dispatch_bytes / 1e3:.0f}", f"{p.combine_bytes / 1e3:.0f}", f"{p.dispatch_us:.1f}",
+            f"{p.experts_us:.1f}", f"{p.combine_us:.1f}", f"{p.layer_us:.1f}",
+        )  # fmt: skip
+    out.print(table)
+    if any(p.fits is False for p in plans):
+        out.print("!: more than the GPU's memory")
+    for name, formula in FORMULAS.items():
+        out.print(f"{name} = {formula}", style="dim", markup=False, highlight=False)
+    out.print("rates: data sheets (see `dscompile targets`)", style="dim", highlight=False)
+
+
+def _numbers(model: str) -> Any:
+    from dscompile.distributed.plan import ExpertNumbers
+    from dscompile.workload_models import read_config
+
+    config: Any = read_config(model)
+    return ExpertNumbers(
+        config.n_routed_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size,
+        config.num_hidden_layers,
+    )  # fmt: skip
