@@ -1,6 +1,7 @@
 """Compiles every Triton template with several releases of Triton, each installed in a folder of its own.
 
     python tools/compat.py [--releases 3.6.0,3.7.1] [--targets sm_90a,sm_103a] [--folder .cache/compat] [--json FILE]
+        [--write FILE]
 
 The calls are those of a decoding step and of a prompt of V4.1, with plain and with stored weights, captured once with
 the installed releases. Each release then compiles them in a process that finds it before the installed one. Exit status
@@ -16,6 +17,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
@@ -58,7 +60,8 @@ def compile_all(calls: Path, targets: list[str]) -> None:
     for name in targets:
         target = get_target(name)
         jobs, failures = plan(pickle.loads(calls.read_bytes()), target, first_only)
-        reasons, kernels, spills = [f"{f.call.op}: {f.reason}" for f in failures], 0, 0
+        reasons, kernels = [f"{f.call.op}: {f.reason}" for f in failures], 0
+        spills: int | None = 0
         for job in jobs:
             template = template_named(job.call.op, job.template)
             for launch in launches_of(template, job.call.meta_args(), job.config, target):
@@ -70,11 +73,32 @@ def compile_all(calls: Path, targets: list[str]) -> None:
                 kernels += 1
                 try:
                     facts = read(kernel.cubin)
-                    spills += bool(facts.spills or facts.stack_bytes)
+                    spills = None if spills is None else spills + bool(facts.spills or facts.stack_bytes)
                 except ToolError:  # a release may compile for more than its own disassembler knows
-                    pass
+                    spills = None
         row = {"triton": triton.__version__, "target": name, "kernels": kernels, "spilling": spills, "failed": reasons}
         print(json.dumps(row), flush=True)
+
+
+def document(rows: list[dict[str, Any]]) -> str:
+    """The result as a page of the documentation."""
+    lines = [
+        "# Releases of Triton",
+        "",
+        "*Compiled only.* Written by `make compat`: the kernels of a decoding step (batch 8) and of a prompt (4,096",
+        "tokens) of the released V4.1, with plain and with stored weights, first config of every template, compiled by",
+        "several releases of Triton. `spilling`: kernels with spilled registers, `?` where the release has no",
+        "disassembler for the target.",
+        "",
+        "| Triton | target | kernels | spilling | failed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spilling = row.get("spilling")
+        cells = row["triton"], row["target"], row["kernels"], "?" if spilling is None else spilling, len(row["failed"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    reasons = [f"- {row['triton']}, {row['target']}: {reason}" for row in rows for reason in row["failed"]]
+    return "\n".join([*lines, *(["", "Failed:", "", *reasons] if reasons else [])]) + "\n"
 
 
 def main() -> int:
@@ -83,6 +107,7 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--folder", type=Path, default=Path(".cache/compat"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path, help="a Markdown file for the result")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     targets = options.targets.split(",")
@@ -114,6 +139,8 @@ def main() -> int:
             for reason in row["failed"]:
                 print(f"    {reason}")
         rows += found
+    if options.write:
+        options.write.write_text(document(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 1 if any(row["failed"] for row in rows) else 0
