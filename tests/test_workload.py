@@ -31,6 +31,7 @@ def test_one_layer_of_every_kind_stands_for_all() -> None:
     assert small.candidate_source_layer_id == 5 and small.uses_candidates(7)
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_whole_model() -> None:
     """The same calls, with the same counts, as a capture of every layer."""
     calls = v41_calls(REPEATED, "sm_103a", "decode", batch=2, context=32)
