@@ -26,7 +26,10 @@ def fresh() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module", params=[("decode", False), ("prefill", False), ("decode", True)], ids=str)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (("prefill", False), ("decode", True))]
+
+
+@pytest.fixture(scope="module", params=[("decode", False), *SLOW], ids=str)
 def calls(request: pytest.FixtureRequest) -> list[Call]:
     role, stored = request.param
     return v41_calls(DeepseekV41Config.miniature(), TARGET.name, role, batch=2, context=64, tokens=20, stored=stored)
