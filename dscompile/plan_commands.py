@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from dscompile.distributed.plan import ExpertNumbers
+
+RANKS = (2, 4, 8, 16, 32, 64, 72)
 out = Console()
 
 
 def plan(
     cluster: Annotated[str, typer.Option(help="`gb300-nvl72`, `hgx-h200`, or a YAML file.")] = "gb300-nvl72",
     model: Annotated[str, typer.Option(help="`v41`, `v4-flash`, or a config.json or its folder.")] = "v41",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks that share the experts.")] = "2,4,8,16,32,64,72",
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Numbers of ranks that share the experts; default: 2 to 72, up to the GPUs."),
+    ] = None,
     batch: Annotated[str, typer.Option(help="Tokens of every rank in a step, separated by commas.")] = "8,64,256",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -27,9 +34,7 @@ def plan(
     from dscompile.kernel_options import sizes
 
     machine, numbers = read_cluster(cluster), _numbers(model)
-    counts = sizes(ranks)
-    if ranks == "2,4,8,16,32,64,72":
-        counts = [count for count in counts if count <= machine.gpus]
+    counts = [count for count in RANKS if count <= machine.gpus] if ranks is None else sizes(ranks)
     plans = list(exchange_plans(numbers, machine, counts, sizes(batch)))
     if as_json:
         rows = [{**asdict(each), "layer_us": each.layer_us} for each in plans]
@@ -60,7 +65,7 @@ def plan(
     out.print("rates: data sheets (see `dscompile targets`)", style="dim", highlight=False)
 
 
-def _numbers(model: str) -> Any:
+def _numbers(model: str) -> ExpertNumbers:
     from dscompile.distributed.plan import ExpertNumbers
     from dscompile.workload_models import read_config
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dscompile.ops import experts_packed as routed_experts
 from dscompile.ops.checks import FLOATS, Check
 from dscompile.ops.experts import clamped_silu
-from dscompile.ops.experts_packed import ACTIVATIONS, GROUP, WEIGHT_FORMATS, dense, experts_packed
+from dscompile.ops.experts_packed import GROUP, WEIGHT_FORMATS, experts_packed
+from dscompile.ops.linear_packed import linear_packed
 from dscompile.ops.moe import check_streams, cost_of_moe, joined, like_joined, sizes_of_streams
 from dscompile.ops.registry import define
 
-SHARED_FORMAT = "e4m3_32x32"
 _CHECK = Check("moe_packed")
 
 
@@ -62,12 +61,9 @@ def moe_packed(
     )  # fmt: skip
     routed = experts_packed(x, indices, weights, w13, w13_scale, w2, w2_scale, limit, weight_format, routed_dtype)
 
-    def product(values: Tensor, payload: Tensor, scale: Tensor) -> Tensor:
-        return F.linear(ACTIVATIONS.fake_quant(values.float()), dense(payload, scale, SHARED_FORMAT)).to(x.dtype)
-
-    gate, up = product(x, shared_gate, shared_gate_scale), product(x, shared_up, shared_up_scale)
+    gate, up = linear_packed(x, shared_gate, shared_gate_scale), linear_packed(x, shared_up, shared_up_scale)
     act = clamped_silu(gate.float(), up.float(), limit).to(x.dtype)
-    return joined(routed, product(act, shared_down, shared_down_scale), streams, post, comb, fp32)
+    return joined(routed, linear_packed(act, shared_down, shared_down_scale), streams, post, comb, fp32)
 
 
 def _fake(

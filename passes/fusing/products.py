@@ -7,7 +7,7 @@ no tensor cores for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class SideBySide:
         for sub in subgraphs(gm):
             here = 0
             for products in list(_groups(sub.gm)):
-                weights = [_transposed_input(node.args[1]) for node in products]  # type: ignore[arg-type]
+                weights = [_transposed_input(node.args[1]) for node in products]
                 _join(sub.gm, products, dsv4.linears.default, (*weights, *[None] * (MOST_WEIGHTS - len(weights))))
                 here += 1
             for products in list(_stored_pairs(sub.gm)):
@@ -80,21 +80,29 @@ class SideBySide:
 
 
 def _groups(gm: GraphModule) -> Iterator[list[Node]]:
-    """Products of the same few rows with weights that are there from the start, two to four of them."""
+    """Products of the same few rows with plain weights that are there from the start, two to four of them."""
+    products = (node for node in find(gm.graph, aten.mm.default) if _transposed_input(node.args[1]) is not None)
+    return _of_same_rows(products, MOST_WEIGHTS)
+
+
+def _stored_pairs(gm: GraphModule) -> Iterator[list[Node]]:
+    """Two `linear_packed` of the same few rows, with weights that are there from the start."""
+    products = (node for node in find(gm.graph, dsv4.linear_packed.default) if all(map(_is_input, node.args[1:])))
+    return _of_same_rows(products, 2)
+
+
+def _of_same_rows(products: Iterable[Node], most: int) -> Iterator[list[Node]]:
+    """Two to `most` at a time of those that multiply the same few rows and whose result may be a part of a row."""
     by_factor: dict[Node, list[Node]] = {}
-    for node in find(gm.graph, aten.mm.default):
-        x, weight = node.args
-        if isinstance(x, Node) and isinstance(weight, Node) and _transposed_input(weight) is not None:
-            if not _taken_by_operations(node):
-                continue
-            rows = x.meta["val"].shape[0]
-            if isinstance(rows, int) and rows <= FEW_ROWS and x.meta["val"].dtype in NARROW:
+    for node in products:
+        x = node.args[0]
+        if isinstance(x, Node) and x.meta["val"].dtype in NARROW and _taken_by_operations(node):
+            rows = x.meta["val"].shape[:-1].numel()
+            if isinstance(rows, int) and rows <= FEW_ROWS:
                 by_factor.setdefault(x, []).append(node)
-    for products in by_factor.values():
-        for first in range(0, len(products), MOST_WEIGHTS):
-            group = products[first : first + MOST_WEIGHTS]
-            if len(group) > 1:
-                yield group
+    for found in by_factor.values():
+        for first in range(0, len(found) - 1, most):
+            yield found[first : first + most]
 
 
 def _taken_by_operations(node: Node) -> bool:
@@ -104,27 +112,15 @@ def _taken_by_operations(node: Node) -> bool:
     return all(isinstance(u.target, OpOverload) and u.target.namespace == "dsv4" for u in users)
 
 
-def _transposed_input(node: Node) -> Node | None:
-    """w if `node` is the transpose of an argument w [N, K] of the graph."""
-    if node.op != "call_function" or node.target is not aten.permute.default or list(node.args[1]) != [1, 0]:  # type: ignore[arg-type]
+def _transposed_input(value: Any) -> Node | None:
+    """w if `value` is the transpose of an argument w [N, K] of the graph."""
+    if not isinstance(value, Node) or value.target is not aten.permute.default or list(value.args[1]) != [1, 0]:  # type: ignore[arg-type]
         return None
-    source = node.args[0]
-    return source if isinstance(source, Node) and source.op in ("placeholder", "get_attr") else None
+    return value.args[0] if _is_input(value.args[0]) else None  # type: ignore[return-value]
 
 
-def _stored_pairs(gm: GraphModule) -> Iterator[list[Node]]:
-    """Two `linear_packed` of the same few rows, with weights that are arguments of the graph."""
-    by_factor: dict[Node, list[Node]] = {}
-    for node in find(gm.graph, dsv4.linear_packed.default):
-        x, *weight = node.args
-        there = all(isinstance(part, Node) and part.op in ("placeholder", "get_attr") for part in weight)
-        if isinstance(x, Node) and there and x.meta["val"].dtype in NARROW and _taken_by_operations(node):
-            rows = x.meta["val"].shape[:-1].numel()
-            if isinstance(rows, int) and rows <= FEW_ROWS:
-                by_factor.setdefault(x, []).append(node)
-    for products in by_factor.values():
-        for first in range(0, len(products) - 1, 2):
-            yield products[first : first + 2]
+def _is_input(value: Any) -> bool:
+    return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
 
 
 def _join(gm: GraphModule, products: list[Node], target: Any, weights: Sequence[Any]) -> None:

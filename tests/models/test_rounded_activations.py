@@ -4,18 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM as Model
 from dscompile.models.deepseek_v41.linear import Linear
 from dscompile.models.deepseek_v41.moe import Experts, run_experts
-
-
-def fp8(x: Tensor) -> Tensor:
-    """What E4M3 with a power-of-two scale per 32 keeps, in float64."""
-    groups = x.double().unflatten(-1, (-1, 32))
-    step = 2.0 ** torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448))
-    return ((groups / step).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * step).flatten(-2)
+from support.quant import fp8
 
 
 def test_which_modules_round(make_model: Callable[..., Model]) -> None:

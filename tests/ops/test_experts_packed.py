@@ -7,19 +7,11 @@ import torch
 from torch import Tensor
 
 import dscompile.ops  # noqa: F401
-from support.quant import E2M1_GRID
+from support.quant import E2M1_GRID, fp8
 
 experts_packed = torch.ops.dsv4.experts_packed
 FP32, BF16 = torch.float32, torch.bfloat16
 E2M1, E4M3 = "e2m1_1x32", "e4m3_32x32"
-
-
-def fp8(x: Tensor) -> Tensor:
-    """float64 [..., D] -> what E4M3 with a power-of-two scale per 32 keeps of it."""
-    groups = x.double().unflatten(-1, (-1, 32))
-    exponent = torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448))
-    step = 2.0**exponent
-    return ((groups / step).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * step).flatten(-2)
 
 
 def decoded(payload: Tensor, scale: Tensor, kind: str) -> Tensor:

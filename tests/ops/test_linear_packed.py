@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dscompile.ops  # noqa: F401
+from support.quant import fp8
 
 linear_packed, grouped_output_packed = torch.ops.dsv4.linear_packed, torch.ops.dsv4.grouped_output_packed
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def fp8(x: Tensor) -> Tensor:
-    """float64 [..., K] -> what E4M3 with a power-of-two scale per 32 keeps of it."""
-    groups = x.double().unflatten(-1, (-1, 32))
-    step = 2.0 ** torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448))
-    return ((groups / step).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * step).flatten(-2)
 
 
 def stored(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

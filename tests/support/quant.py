@@ -1,4 +1,4 @@
-"""Independent, slow-but-plain forms of the FP4 formats, to hold `dscompile.formats` against."""
+"""Independent, slow-but-plain forms of FP4 and FP8 rounding, to hold `dscompile.formats` against."""
 
 import torch
 
@@ -29,3 +29,10 @@ def ix4(x: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(exact)
     scale = torch.ldexp(torch.ones_like(exact), exponent - (mantissa == 0.5).int())
     return (e2m1(groups / scale) * scale).flatten(-2)
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    """float64 [..., D] of what E4M3 with a power-of-two scale per 32 keeps of x."""
+    groups = x.double().unflatten(-1, (-1, 32))
+    step = 2.0 ** torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448))
+    return ((groups / step).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * step).flatten(-2)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dscompile.passes.dialects.common.units import with_unit_sizes
 from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
-from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
 from dscompile.passes.engine import Match, Pattern, Reject
 
 _Index = Callable[[Tensor, int], Tensor]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dscompile.passes.dialects.deepseek_v41.units import with_unit_sizes
+from dscompile.passes.dialects.common.units import with_unit_sizes
 from dscompile.passes.engine import Pattern
 
 
