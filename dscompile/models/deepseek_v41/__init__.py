@@ -6,6 +6,7 @@ from dscompile.models.deepseek_v41.checks import check_positions
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.generate import generate
 from dscompile.models.deepseek_v41.model import DeepseekV41ForCausalLM
+from dscompile.models.deepseek_v41.paged import PagedDeepseekV41Cache
 
 __all__ = [
     "CachePart",
@@ -14,6 +15,7 @@ __all__ = [
     "DeepseekV41Cache",
     "DeepseekV41Config",
     "DeepseekV41ForCausalLM",
+    "PagedDeepseekV41Cache",
     "check_positions",
     "generate",
 ]

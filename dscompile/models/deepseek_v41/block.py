@@ -27,13 +27,9 @@ from dscompile.models.deepseek_v41.indexer import (
 )
 from dscompile.models.deepseek_v41.moe import MoE
 from dscompile.models.deepseek_v41.norm import RMSNorm
+from dscompile.models.deepseek_v41.paged import selected_rows, sequence_rows
 from dscompile.models.deepseek_v41.plan import store_rows
 from dscompile.models.deepseek_v41.rope import apply_rope
-
-
-def sequence_rows(pool: Tensor, batch: int) -> Tensor:
-    """Pool [B * capacity + 1, R] without its scratch row, [B, capacity, R]: a view."""
-    return pool[:-1].unflatten(0, (batch, -1))
 
 
 class Block(nn.Module):
@@ -98,15 +94,19 @@ class ReuseBlock(Block):
         sin: Tensor,
         row_pool: Tensor,
         indices: Tensor,
+        row_slots: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `WindowBlock`, with the source's row pool and int64 indices [B, T, K] (-1 = none)."""
+        """As `WindowBlock`, with the source's row pool and int64 indices [B, T, K] (-1 = none).
+
+        `row_slots` int64 [B, capacity]: where the pool holds each row, if not in the order of the batch.
+        """
         mix = self.hc_attn(streams)
         x = self.attn_norm(hc_collapse(streams, pre))
         attn = self.attn
         _, q = attn.queries(x, cos, sin)
         window = attn.window_rows(x, cos, sin, window_pool, window_read, window_write)
-        rows = sequence_rows(row_pool, x.shape[0])
-        o = attend_sparse(q, window, positions, attn.window, rows, indices, attn.attn_sink, attn.scale)
+        rows, picks = selected_rows(row_pool, indices, row_slots)
+        o = attend_sparse(q, window, positions, attn.window, rows, picks, attn.attn_sink, attn.scale)
         return self.finish(attn.output(o, cos, sin), streams, mix)
 
 
@@ -132,6 +132,7 @@ class ReindexBlock(Block):
         row_pool: Tensor,
         key_pool: Tensor,
         candidates: Tensor | None = None,
+        row_slots: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `ReuseBlock`, with the source's key pool and bool candidates [B, T, capacity]; returns the indices too."""
         mix = self.hc_attn(streams)
@@ -139,13 +140,13 @@ class ReindexBlock(Block):
         attn, indexer = self.attn, self.indexer
         latent, q = attn.queries(x, cos, sin)
         window = attn.window_rows(x, cos, sin, window_pool, window_read, window_write)
-        scores = indexer.score(x, latent, sequence_rows(key_pool, x.shape[0]), cos, sin)
+        scores = indexer.score(x, latent, sequence_rows(key_pool, x.shape[0], row_slots), cos, sin)
         scores = mask_invisible(scores, visible_rows(positions, self.ratio))
         if candidates is not None:
             scores = scores.masked_fill(~candidates, -torch.inf)
         indices = select_rows(scores, indexer.top_k)
-        rows = sequence_rows(row_pool, x.shape[0])
-        o = attend_sparse(q, window, positions, attn.window, rows, indices, attn.attn_sink, attn.scale)
+        rows, picks = selected_rows(row_pool, indices, row_slots)
+        o = attend_sparse(q, window, positions, attn.window, rows, picks, attn.attn_sink, attn.scale)
         return (*self.finish(attn.output(o, cos, sin), streams, mix), indices)
 
 
@@ -179,13 +180,17 @@ class FullBlock(Block):
         group_write: Tensor,
         group_cos: Tensor,
         group_sin: Tensor,
+        row_slots: Tensor | None = None,
         last_key_pool: Tensor | None = None,
+        last_key_slots: Tensor | None = None,
         *open_group: Tensor,
     ) -> tuple[Tensor, ...]:
         """As `WindowBlock`, with the layer's own pools and where the chunk's groups go in them.
 
-        For ratio > 1 only: the key pool of the model's last KV source (`decode_keys`; None to score own keys always),
-        and `open_group`: the pool of the open groups, its read and write rows, and the groups' members.
+        `row_slots` int64 [B, capacity]: where the pools hold each row, if not in the order of the batch.
+        For ratio > 1 only: the key pool of the model's last KV source (`decode_keys`; None to score own keys always)
+        with `last_key_slots` like `row_slots`, one for each own row, and `open_group`: the pool of the open groups,
+        its read and write rows, and the groups' members.
         Returns streams, pre, indices and, from the candidate source, candidates.
         """
         mix = self.hc_attn(streams)
@@ -199,13 +204,14 @@ class FullBlock(Block):
         store_rows(row_pool, group_write, COMPRESSED_FORMAT.pack(apply_rope(compressed, group_cos, group_sin)))
 
         n_visible = visible_rows(positions, self.ratio)
-        keys = sequence_rows(key_pool, x.shape[0])
+        keys = sequence_rows(key_pool, x.shape[0], row_slots)
         if last_key_pool is not None and x.shape[1] == 1:
-            keys = decode_keys(keys, sequence_rows(last_key_pool, x.shape[0]), positions, self.ratio)
+            last_keys = sequence_rows(last_key_pool, x.shape[0], last_key_slots)
+            keys = decode_keys(keys, last_keys, positions, self.ratio)
         scores = mask_invisible(indexer.score(x, latent, keys, cos, sin), n_visible)
         indices = select_rows(scores, indexer.top_k)
-        rows = sequence_rows(row_pool, x.shape[0])
-        o = attend_sparse(q, window, positions, attn.window, rows, indices, attn.attn_sink, attn.scale)
+        rows, picks = selected_rows(row_pool, indices, row_slots)
+        o = attend_sparse(q, window, positions, attn.window, rows, picks, attn.attn_sink, attn.scale)
         streams, pre = self.finish(attn.output(o, cos, sin), streams, mix)
         if not self.publishes_candidates:
             return streams, pre, indices

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from dscompile.models.deepseek_v41.attention import WINDOW_FORMAT
-from dscompile.models.deepseek_v41.cache import DeepseekV41Cache
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
+from dscompile.models.deepseek_v41.paged import AnyCache, PagedDeepseekV41Cache, token_limit
 
 
-def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache) -> None:
+def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor, cache: AnyCache) -> None:
     """TypeError or ValueError for a wrong dtype, shape or cache. Looks at metadata only: free in a graph."""
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"input_ids have dtype {input_ids.dtype}, allowed: torch.int64 or torch.int32")
@@ -27,7 +27,8 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
         raise ValueError(f"input_ids have {input_ids.shape[1]} tokens, the cache holds max_tokens {cache.max_tokens}")
     if len(cache.window) != config.num_hidden_layers:
         raise ValueError(f"the cache has {len(cache.window)} layers, the model {config.num_hidden_layers}")
-    ring = (batch * config.sliding_window + 1, WINDOW_FORMAT.row_bytes(config.head_dim))
+    rings = cache.state_pages if isinstance(cache, PagedDeepseekV41Cache) else batch
+    ring = (rings * config.sliding_window + 1, WINDOW_FORMAT.row_bytes(config.head_dim))
     if cache.window[0].shape != ring:
         raise ValueError(f"the cache's window pool has shape {tuple(cache.window[0].shape)}, allowed: {ring}")
     ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
@@ -35,22 +36,30 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
         raise ValueError(f"the cache has KV sources and ratios {cache.ratios}, the model {ratios}")
     if bool(config.engram_layer_ids) != (cache.tokens is not None):
         raise ValueError("the cache has n-gram tokens and the model no Engram layers, or the other way round")
+    if isinstance(cache, PagedDeepseekV41Cache):
+        for name in ("state_page", "table", "write_from"):
+            tensor = getattr(cache, name)
+            if tensor.dtype != torch.int64 or tensor.shape[:1] != (batch,) or tensor.dim() != 1 + (name == "table"):
+                shape = f"[{batch}, pages]" if name == "table" else f"[{batch}]"
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, allowed: torch.int64 {shape}")
 
 
-def check_positions(positions: Tensor, cache: DeepseekV41Cache) -> None:
+def check_positions(positions: Tensor, cache: AnyCache) -> None:
     """ValueError for positions [B, T] that the model would treat as padding without having been told to.
 
-    Allowed per row: p, p + 1, ... below `cache.max_tokens`, then any number of -1. Reads data: not for compiled code.
+    Allowed per row: p, p + 1, ... below `cache.max_tokens` (in a paged cache: that the row has pages for), then any
+    number of -1. Reads data: not for compiled code.
     """
-    rows = positions.tolist()
-    for b, row in enumerate(rows):
+    most = token_limit(cache)
+    limits = [most] * len(positions) if isinstance(most, int) else most.flatten().tolist()
+    for b, (row, limit) in enumerate(zip(positions.tolist(), limits)):
         for t, position in enumerate(row):
             expected = row[0] + t
             if position == -1:
                 if any(later != -1 for later in row[t:]):
                     raise ValueError(f"positions[{b}]: -1 at {t} before a token, allowed: -1 only at the end of a row")
                 break
-            if position >= cache.max_tokens:
-                raise ValueError(f"positions[{b}, {t}]: {position}, allowed: < max_tokens {cache.max_tokens} (cache)")
+            if position >= limit:
+                raise ValueError(f"positions[{b}, {t}]: {position}, allowed: < max_tokens {limit} (cache)")
             if position < 0 or position != expected:
                 raise ValueError(f"positions[{b}, {t}]: {position}, allowed: {expected} (one more each token) or -1")

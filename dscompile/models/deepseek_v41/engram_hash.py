@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dscompile.models.deepseek_v41.plan import plan_window, read_rows, store_rows
+from dscompile.models.deepseek_v41.plan import Pages, plan_window, read_rows, store_rows
 
 BLOCKED = -1  # a token that no n-gram may reach across: before the sequence, an image token, padding
 
@@ -51,13 +51,16 @@ def engram_multipliers(layer: int, max_ngram: int, compressed_vocab_size: int) -
     return [int(draw) * 2 + 1 for draw in draws]
 
 
-def with_history(tokens: Tensor, positions: Tensor, pool: Tensor, max_ngram: int) -> Tensor:
+def with_history(
+    tokens: Tensor, positions: Tensor, pool: Tensor, max_ngram: int, pages: Pages | None = None
+) -> Tensor:
     """Compressed ids [B, T] (`BLOCKED` for images) -> [B, max_ngram - 1 + T]: the ids before the chunk, then the chunk.
 
-    `pool` int64 [B * (max_ngram - 1) + 1, 1] remembers the last ids of every sequence and is updated in place.
+    `pool` int64 [B * (max_ngram - 1) + 1, 1] remembers the last ids of every sequence and is updated in place; `pages`
+    says where in it, if not in the order of the batch.
     """
     width = max_ngram - 1
-    plan = plan_window(positions, width)
+    plan = plan_window(positions, width, pages)
     before = positions[:, :1] + torch.arange(-width, 0, device=positions.device)
     history = torch.where(before >= 0, read_rows(pool, plan.read).squeeze(-1), BLOCKED)
     store_rows(pool, plan.write, tokens.unsqueeze(-1))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dscompile.models.deepseek_v41.cache import DeepseekV41Cache
 from dscompile.models.deepseek_v41.checks import check_positions
 from dscompile.models.deepseek_v41.model import DeepseekV41ForCausalLM
+from dscompile.models.deepseek_v41.paged import AnyCache
 
-Forward = Callable[[Tensor, Tensor, DeepseekV41Cache], Tensor]
+Forward = Callable[[Tensor, Tensor, AnyCache], Tensor]
 
 _CACHE_STEP = 256  # cache sizes are rounded up, so that prompts of similar length share a compiled graph
 
@@ -54,7 +54,7 @@ def sample(logits: Tensor, temperature: float = 0.0, generator: torch.Generator 
 
 @torch.no_grad()
 def prefill(
-    forward: Forward, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache, chunk_size: int | None = None
+    forward: Forward, input_ids: Tensor, positions: Tensor, cache: AnyCache, chunk_size: int | None = None
 ) -> Tensor:
     """Run a prompt [B, T] chunk by chunk -> the logits float32 [B, vocab] after each row's last token."""
     check_positions(positions, cache)
@@ -75,7 +75,7 @@ def decode(
     forward: Forward,
     tokens: Tensor,
     positions: Tensor,
-    cache: DeepseekV41Cache,
+    cache: AnyCache,
     steps: int,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
@@ -99,7 +99,7 @@ def generate(
     max_new_tokens: int,
     *,
     lengths: Tensor | None = None,
-    cache: DeepseekV41Cache | None = None,
+    cache: AnyCache | None = None,
     chunk_size: int | None = None,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,

@@ -30,6 +30,13 @@ from dscompile.models.deepseek_v41.init import initialise
 from dscompile.models.deepseek_v41.linear import Linear, frozen
 from dscompile.models.deepseek_v41.moe import Experts
 from dscompile.models.deepseek_v41.norm import RMSNorm
+from dscompile.models.deepseek_v41.paged import (
+    AnyCache,
+    PagedDeepseekV41Cache,
+    group_rows,
+    ring_pages,
+    token_limit,
+)
 from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
 from dscompile.models.deepseek_v41.rope import compressed_frequencies, rope_table, window_frequencies
 
@@ -131,19 +138,21 @@ class DeepseekV41ForCausalLM(nn.Module):
         """An empty cache for `batch_size` sequences of up to `max_tokens` tokens, where the model's weights are."""
         return DeepseekV41Cache.empty(self.config, batch_size, max_tokens, self.embed.weight.device)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: AnyCache) -> Tensor:
         """input_ids [B, T] and positions int64 [B, T] -> logits float32 [B, T, vocab]; `cache` is updated in place.
 
         Positions of a row rise by one from its first; -1 is padding, at the end of a row or in all of it. A position
-        that breaks this, or that is not below `cache.max_tokens`, is treated as padding with all that follows it:
-        nothing is stored for it and its logits mean nothing (`check_positions` raises for it, outside compiled code).
+        that breaks this, or that is not below `cache.max_tokens` (in a paged cache: for which the row has no page), is
+        treated as padding with all that follows it: nothing is stored for it and its logits mean nothing
+        (`check_positions` raises for it, outside compiled code).
         """
         check_inputs(self.config, input_ids, positions, cache)
-        positions = clean_positions(positions, cache.max_tokens)
-        window = plan_window_rows(positions, self.config.sliding_window)
+        positions = clean_positions(positions, token_limit(cache))
+        window = plan_window_rows(positions, self.config.sliding_window, ring_pages(cache, cache.window[0]))
         near = rope_table(positions, self.window_frequencies)
         far = rope_table(positions, self.compressed_frequencies)
-        groups = {ratio: self.plan_ratio(positions, ratio, cache) for ratio in sorted(set(cache.ratios.values()))}
+        slots = {ratio: group_rows(cache, ratio) for ratio in sorted(set(cache.ratios.values()))}
+        groups = {ratio: self.plan_ratio(positions, ratio, cache, rows) for ratio, rows in slots.items()}
         back, text = self.ngrams(input_ids, positions, cache)
 
         batch, length = input_ids.shape
@@ -160,37 +169,50 @@ class DeepseekV41ForCausalLM(nn.Module):
                 streams, pre = layer(*common, *near)
                 continue
             source = self.config.kv_source(i)
-            rows, keys = cache.compressed[source], cache.index_keys[source]
+            rows, keys, row_slots = cache.compressed[source], cache.index_keys[source], slots[cache.ratios[source]]
             if self.kinds[i] == "full":
                 ratio = cache.ratios[i]
                 plan = groups[ratio]
-                open_group = (self.last_keys(i, cache), cache.open_groups[i], *plan.open_group) if ratio > 1 else ()
-                streams, pre, indices, *published = layer(*common, *far, rows, keys, *plan.store, *open_group)
+                own = (rows, keys, *plan.store, row_slots)
+                if ratio > 1:
+                    own = (*own, *self.last_keys(i, cache, slots), cache.open_groups[i], *plan.open_group)
+                streams, pre, indices, *published = layer(*common, *far, *own)
                 candidates = tuple(published) or candidates
             elif self.kinds[i] == "reindex":
-                streams, pre, indices = layer(*common, *far, rows, keys, *candidates)
+                streams, pre, indices = layer(*common, *far, rows, keys, *(candidates or (None,)), row_slots)
             else:
-                streams, pre = layer(*common, *far, rows, indices)
+                streams, pre = layer(*common, *far, rows, indices, row_slots)
         return self.head(self.norm(hc_collapse(streams, pre)).float())
 
-    def plan_ratio(self, positions: Tensor, ratio: int, cache: DeepseekV41Cache) -> RatioPlan:
+    def plan_ratio(self, positions: Tensor, ratio: int, cache: AnyCache, rows: Tensor | None) -> RatioPlan:
         """Where the chunk's groups of `ratio` tokens go, and their rotary table (that of their first token)."""
-        plan = plan_groups(positions, ratio, cache.max_tokens // ratio)
+        capacity = cache.max_tokens // ratio
+        if isinstance(cache, PagedDeepseekV41Cache):
+            scratch = cache.token_pages * (cache.page_tokens // ratio)
+            plan = plan_groups(positions, ratio, capacity, rows, scratch, cache.write_from)
+        else:
+            plan = plan_groups(positions, ratio, capacity)
         store = (plan.write, *rope_table(plan.start, self.compressed_frequencies))
         if ratio == 1:
             return RatioPlan(store, ())
-        return RatioPlan(store, (*plan_window(positions, ratio - 1), plan.members))
+        pool = next(pool for layer, pool in cache.open_groups.items() if cache.ratios[layer] == ratio)
+        return RatioPlan(store, (*plan_window(positions, ratio - 1, ring_pages(cache, pool)), plan.members))
 
-    def last_keys(self, layer: int, cache: DeepseekV41Cache) -> Tensor | None:
-        """The index keys that KV source `layer` scores while its group is open (`decode_keys`); None: its own.
+    def last_keys(
+        self, layer: int, cache: AnyCache, slots: dict[int, Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The index keys that KV source `layer` scores while its group is open (`decode_keys`), and their slots.
 
-        They are its own too where the last source has fewer rows than the layer.
+        None: its own. They are its own too where the last source has fewer rows than the layer.
         """
         last = self.config.kv_source_layer_ids[-1]
-        others = last != layer and self.config.ratio(last) <= self.config.ratio(layer)
-        return cache.index_keys[last] if self.config.release_decode_keys and others else None
+        ratio = self.config.ratio(layer)
+        if not self.config.release_decode_keys or last == layer or self.config.ratio(last) > ratio:
+            return None, None
+        rows = slots[self.config.ratio(last)]
+        return cache.index_keys[last], None if rows is None else rows[:, : cache.max_tokens // ratio]
 
-    def ngrams(self, input_ids: Tensor, positions: Tensor, cache: DeepseekV41Cache) -> tuple[Tensor, Tensor]:
+    def ngrams(self, input_ids: Tensor, positions: Tensor, cache: AnyCache) -> tuple[Tensor, Tensor]:
         """What the Engram layers hash, int64 [B, T, max_ngram], and which tokens are text, bool [B, T]."""
         ids = input_ids.long()
         image = self.config.image_token_id
@@ -200,7 +222,8 @@ class DeepseekV41ForCausalLM(nn.Module):
         size = self.config.engram_max_ngram_size
         compressed = torch.where(text, self.token_map[ids], BLOCKED)
         pad = self.token_map[self.config.engram_pad_token_id]
-        return lookback(with_history(compressed, positions, cache.tokens, size), size, pad), text
+        pages = ring_pages(cache, cache.tokens)
+        return lookback(with_history(compressed, positions, cache.tokens, size, pages), size, pad), text
 
 
 def _block(config: DeepseekV41Config, layer: int, dtype: torch.dtype, packed: bool) -> Block:

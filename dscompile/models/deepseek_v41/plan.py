@@ -2,13 +2,24 @@
 
 A pool holds the rows of all sequences of a batch, flat, and one more row at its end: the scratch row. What must not be
 stored (padding, positions out of range, a group that is not complete) is stored there, so that a store is one indexed
-write without a branch. The scratch row is never read.
+write without a branch. Nothing that is read from the scratch row reaches a result.
+
+Without more, sequence b of a batch has the b-th run of rows of a pool. In a paged cache (`paged.py`) `Pages` says which
+run it has, and the rows of growing pools come from a block table.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """Which run of rows of a pool each sequence has as its ring."""
+
+    number: Tensor  # int64 [B]; run n is rows n * rows .. n * rows + rows - 1; -1 = none, nothing is stored
+    rows: int  # of a run; >= the width of the ring: more keep positions that a rollback may need again
+    scratch: int  # the pool's scratch row
 
 
 class WindowPlan(NamedTuple):
@@ -26,11 +37,11 @@ class GroupPlan(NamedTuple):
     start: Tensor  # int64 [B, G]: position of each group's first token
 
 
-def clean_positions(positions: Tensor, max_tokens: int) -> Tensor:
+def clean_positions(positions: Tensor, max_tokens: int | Tensor) -> Tensor:
     """int64 [B, T] -> the same with -1 for every token that must not be stored or attended to.
 
     Kept are the tokens of a row up to the first that breaks the rule: the first position is >= 0, each next one is one
-    more, and all are below `max_tokens`.
+    more, and all are below `max_tokens` (a number, or int64 [B, 1] for a limit of each row's own).
     """
     steps = torch.arange(positions.shape[1], device=positions.device)
     follows = (positions == positions[:, :1] + steps) & (positions >= 0) & (positions < max_tokens)
@@ -38,37 +49,57 @@ def clean_positions(positions: Tensor, max_tokens: int) -> Tensor:
     return torch.where(kept, positions, -1)
 
 
-def plan_window(positions: Tensor, width: int) -> WindowPlan:
-    """Clean positions [B, T] -> the plan of a ring of `width` rows per sequence (pool of B * width + 1 rows).
+def plan_window(positions: Tensor, width: int, pages: Pages | None = None) -> WindowPlan:
+    """Clean positions [B, T] -> the plan of a ring of `width` rows per sequence.
 
-    `read` names the positions before the chunk.
+    The pool has B * width + 1 rows, or with `pages` a run of `pages.rows` for each page. `read` names the positions
+    before the chunk.
     """
-    batch = positions.shape[0]
-    base = torch.arange(batch, device=positions.device).unsqueeze(1) * width
     back = torch.arange(-width, 0, device=positions.device)
-    read = base + torch.remainder(positions[:, :1] + back, width)
-    last = positions.amax(1, keepdim=True)
-    kept = (positions >= 0) & (positions > last - width)
-    write = torch.where(kept, base + torch.remainder(positions, width), batch * width)
-    return WindowPlan(read, write.flatten())
+    return _plan_ring(positions, positions[:, :1] + back, width, pages)
 
 
-def plan_window_rows(positions: Tensor, width: int) -> WindowPlan:
+def plan_window_rows(positions: Tensor, width: int, pages: Pages | None = None) -> WindowPlan:
     """The plan of the attention window, a ring like `plan_window`'s.
 
     A single token sees what the ring holds once the token is stored: then `read` names the last `width` positions, the
     token's own included. A chunk's early tokens see rows that its later ones replace: `read` is of what was before it.
     """
-    plan = plan_window(positions, width)
     if positions.shape[1] > 1:
-        return plan
-    base = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1) * width
-    back = torch.arange(1 - width, 1, device=positions.device)
-    return WindowPlan(base + torch.remainder(positions + back, width), plan.write)
+        return plan_window(positions, width, pages)
+    return _plan_ring(positions, positions + torch.arange(1 - width, 1, device=positions.device), width, pages)
 
 
-def plan_groups(positions: Tensor, ratio: int, capacity: int) -> GroupPlan:
-    """Clean positions [B, T] -> the plan of groups of `ratio` tokens (pool of B * capacity + 1 rows)."""
+def _plan_ring(positions: Tensor, read: Tensor, width: int, pages: Pages | None) -> WindowPlan:
+    """Clean positions [B, T] to store and positions to read [B, width] -> where they are."""
+    batch = positions.shape[0]
+    last = positions.amax(1, keepdim=True)
+    if pages is None:
+        base = torch.arange(batch, device=positions.device).unsqueeze(1) * width
+        kept = (positions >= 0) & (positions > last - width)
+        write = torch.where(kept, base + torch.remainder(positions, width), batch * width)
+        return WindowPlan(base + torch.remainder(read, width), write.flatten())
+    number = pages.number.unsqueeze(1)
+    base = number * pages.rows
+    kept = (positions >= 0) & (positions > last - pages.rows) & (number >= 0)
+    write = torch.where(kept, base + torch.remainder(positions, pages.rows), pages.scratch)
+    rows = torch.where(number >= 0, base + torch.remainder(read, pages.rows), pages.scratch)
+    return WindowPlan(rows, write.flatten())
+
+
+def plan_groups(
+    positions: Tensor,
+    ratio: int,
+    capacity: int,
+    rows: Tensor | None = None,
+    scratch: int = 0,
+    write_from: Tensor | None = None,
+) -> GroupPlan:
+    """Clean positions [B, T] -> the plan of groups of `ratio` tokens (pool of B * capacity + 1 rows).
+
+    With `rows` int64 [B, capacity] the pool's row of every group is looked up there (`scratch` for none), and groups
+    that begin before position `write_from` int64 [B] are not stored: they are there already, and may be shared.
+    """
     batch, length = positions.shape
     first, last = positions[:, :1], positions.amax(1, keepdim=True)
     count = (length + ratio - 2) // ratio + 1  # one to spare: more than one for any chunk, so that no graph is special
@@ -76,9 +107,24 @@ def plan_groups(positions: Tensor, ratio: int, capacity: int) -> GroupPlan:
     start = group * ratio
     places = (start - first + ratio - 1).unsqueeze(-1) + torch.arange(ratio, device=positions.device)
     complete = (group >= 0) & (group < capacity) & (start + ratio <= last + 1)
-    base = torch.arange(batch, device=positions.device).unsqueeze(1) * capacity
-    write = torch.where(complete, base + group, batch * capacity)
+    if rows is None:
+        base = torch.arange(batch, device=positions.device).unsqueeze(1) * capacity
+        write = torch.where(complete, base + group, batch * capacity)
+    else:
+        if write_from is not None:
+            complete = complete & (start >= write_from.unsqueeze(1))
+        write = torch.where(complete, rows.gather(1, group.clamp(0, capacity - 1)), scratch)
     return GroupPlan(places.clamp(0, length + ratio - 2), write.flatten(), start)
+
+
+def page_rows(table: Tensor, rows: int, scratch: int) -> Tensor:
+    """Block table int64 [B, P] of page numbers (-1 = none) -> int64 [B, P * rows]: the pool's row of every row.
+
+    Page n is rows n * rows .. n * rows + rows - 1 of a pool whose last row is `scratch`; what has no page is there.
+    """
+    page = table.unsqueeze(-1)
+    row = page * rows + torch.arange(rows, device=table.device)
+    return torch.where(page >= 0, row, scratch).flatten(1)
 
 
 def read_rows(pool: Tensor, rows: Tensor) -> Tensor:
