@@ -1,7 +1,7 @@
 """dscompile: a torch.compile backend that recognises DeepSeek-V4 and V4.1 mathematics.
 
 `torch.compile(model, backend="dsv4")` needs no import of this package. What is here is for looking inside:
-`explain`, `collect`, `last_report`, `mark_regions` and `Options`.
+`explain`, `collect`, `last_report`, `mark_regions` and `Options`; and `shard_experts` for experts spread over ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dscompile.distributed.sharding import shard_experts
     from dscompile.explaining import explain
     from dscompile.options import Options
     from dscompile.regions import mark_regions
     from dscompile.report import Report, collect, last_report
 
-__all__ = ["Options", "Report", "collect", "explain", "last_report", "mark_regions"]
+__all__ = ["Options", "Report", "collect", "explain", "last_report", "mark_regions", "shard_experts"]
 
 _HOME = {
     "Options": "options",
@@ -26,6 +27,7 @@ _HOME = {
     "explain": "explaining",
     "last_report": "report",
     "mark_regions": "regions",
+    "shard_experts": "distributed.sharding",
 }
 
 

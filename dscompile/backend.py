@@ -50,7 +50,7 @@ def dsv4(
     if capture.needs_gradients(example_inputs):
         return _leave_unchanged(gm, example_inputs, settings, entry)
     capture.specialise_module_floats(gm)
-    names = capture.placeholder_names(gm)
+    names, values = capture.placeholder_names(gm), capture.placeholder_values(gm)
     started = time.perf_counter()
 
     def inner(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def dsv4(
         began = time.perf_counter()
         original = copy_graph(graph) if settings.verify else None
         snapshots = Snapshots(keep=settings.verify)
-        rewrite(graph, names, settings, entry, snapshots)
+        rewrite(graph, names, settings, entry, snapshots, values)
         _warn_of_gaps(entry)
         entry.rewrite_seconds = time.perf_counter() - began
         run = _compile(graph, inputs, settings, entry)

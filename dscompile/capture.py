@@ -77,6 +77,12 @@ def placeholder_names(gm: fx.GraphModule) -> list[str]:
     return names
 
 
+def placeholder_values(gm: fx.GraphModule) -> list[Any]:
+    """What Dynamo saw for every graph input, in order: the user's own parameters and buffers; None where unknown."""
+    graphargs = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return [getattr(grapharg, "example", None) for grapharg in graphargs]
+
+
 def argument_positions(gm: fx.GraphModule) -> list[int]:
     """Positions of the inputs that the user hands in with each call: no parameters, no buffers."""
     positions = []

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -278,3 +278,22 @@ def triton_cache() -> Path:
     import triton
 
     return Path(os.fspath(triton.knobs.cache.dir))
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name (`ProcessGroup.group_name`). RuntimeError if there is none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def group_store(group: Any) -> Any:
+    """The key-value store that the ranks of a group met at."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def allow_data_dependent_shapes(shape_env: Any) -> None:
+    """Let operators whose number of rows depends on values be traced in a shape environment that exists already."""
+    shape_env.settings = replace(shape_env.settings, allow_dynamic_output_shape_ops=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import hashlib
 import json
@@ -11,17 +10,16 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from dscompile import __version__
+from dscompile.expert_options import EXPERT_CHECKS, check_experts, expert_ranks_key
+from dscompile.option_errors import OptionError, hint, listed, reject
+from dscompile.role_options import ROLE_CHECKS, check_roles
 from dscompile.targets import TARGETS
 
 # Where output goes does not change what is compiled, so it stays out of the cache key. A new field is in it by default.
 _OUTPUT_ONLY = {"keyed": False}
-
-
-class OptionError(ValueError):
-    """An unknown option or a value that is not allowed. The message names the option, the value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,20 @@ class Options:
     lower: replace operations by the target's kernels; False runs their plain reference.
     report: file for the coverage report, written after every compiled graph; `.json` and `.html` choose the form, any
         other ending gives text.
+    role: which batches the graphs serve: "prefill", "decode", "mixed", or None for not said.
+    elide: for the role "prefill", run only the tokens that the last logits and the caches need: "exact" gives the same
+        result, "bounded" the approximation that engines use; None runs all.
+    elide_tail: tokens of each prompt that "bounded" keeps; None takes the width of the attention window.
+    mesh: a DeviceMesh or process group over whose ranks the experts are spread; None keeps them on every rank.
+    expert_parallel: the dimension of the mesh; needed where it has several.
+    expert_exchange: "exact" (rows as many as are needed; the host waits for counts) or "padded" (room for
+        `expert_capacity` rows between any two ranks; nothing waits). None: "padded" in the role "decode", else "exact".
+    expert_capacity: tokens that a rank may have in a step, the same number on every rank; for "padded".
+    expert_overflow: "error", or "exact" to take the exact form in steps that have more rows than the capacity.
+    expert_payload: "plain" sends rows as they are, "fp8" as E4M3 with a scale for 32 values; "auto" is "fp8" where the
+        experts round their inputs to it anyway.
+    expert_transport: a name in `dscompile.distributed.transports.TRANSPORTS`.
+    expert_load: count the tokens of every expert, for balancing.
     inductor_options: settings for Inductor (names of `torch._inductor.config`), as `torch.compile(options=...)` takes
         them with the default backend.
     """
@@ -52,6 +64,17 @@ class Options:
     share: bool = True
     lower: bool = True
     report: str | None = field(default=None, metadata=_OUTPUT_ONLY)
+    role: str | None = None
+    elide: str | None = None
+    elide_tail: int | None = None
+    mesh: Any = None
+    expert_parallel: str | None = None
+    expert_exchange: str | None = None
+    expert_capacity: int | None = None
+    expert_overflow: str = "error"
+    expert_payload: str = "auto"
+    expert_transport: str = "collectives"
+    expert_load: bool = False
     inductor_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +86,8 @@ class Options:
                 f"option 'inductor_options' is {self.inductor_options!r} but Inductor is switched off; "
                 "allowed with 'inductor': False: no Inductor options and no mode other than 'default'"
             )
+        check_experts(self)
+        check_roles(self)
 
     @classmethod
     def from_user(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -76,12 +101,12 @@ class Options:
             OptionError: an unknown name, a value that is not allowed, an unknown mode.
         """
         if options is not None and not isinstance(options, Mapping):
-            raise OptionError(f"options is {options!r}; allowed: a dict with names out of {_listed(_NAMES)}, or None")
+            raise OptionError(f"options is {options!r}; allowed: a dict with names out of {listed(_NAMES)}, or None")
         given = dict(options or {})
         for name, value in given.items():
             if name not in _NAMES:
                 raise OptionError(
-                    f"unknown option {name!r} (value {value!r}){_hint(name, _NAMES)}; allowed: {_listed(_NAMES)}"
+                    f"unknown option {name!r} (value {value!r}){hint(name, _NAMES)}; allowed: {listed(_NAMES)}"
                 )
         if mode is not None and (preset := _mode_settings(mode)):
             given["inductor_options"] = {**preset, **_inductor("inductor_options", given.get("inductor_options", {}))}
@@ -92,7 +117,7 @@ class Options:
         for name in self.disable:
             if name not in known:
                 raise OptionError(
-                    f"option 'disable' names an unknown pass {name!r}{_hint(name, known)}; allowed: {_listed(known)}"
+                    f"option 'disable' names an unknown pass {name!r}{hint(name, known)}; allowed: {listed(known)}"
                 )
 
     def cache_key(self) -> str:
@@ -106,42 +131,28 @@ class Options:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _reject(name: str, value: Any, allowed: str) -> NoReturn:
-    raise OptionError(f"option {name!r} is {value!r} ({type(value).__name__}); allowed: {allowed}")
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(names) if names else "(none)"
-
-
-def _hint(name: Any, known: Collection[str]) -> str:
-    """The closest known name, as the middle of an error message; nothing if none is close."""
-    close = difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}" if close else ""
-
-
 def _flag(name: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else _reject(name, value, "True or False")
+    return value if isinstance(value, bool) else reject(name, value, "True or False")
 
 
 def _path(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        _reject(name, value, "a path, or None")
+        reject(name, value, "a path, or None")
     return str(os.fspath(value))
 
 
 def _target(name: str, value: Any) -> str | None:
     if value is not None and not (isinstance(value, str) and value in TARGETS):
-        _reject(name, value, f"None or one of {_listed([*TARGETS])}{_hint(value, [*TARGETS])}")
+        reject(name, value, f"None or one of {listed([*TARGETS])}{hint(value, [*TARGETS])}")
     return value
 
 
 def _pass_names(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple | set | frozenset) or not all(isinstance(n, str) and n for n in names):
-        _reject(name, value, "a pass name, or a list, tuple or set of them")
+        reject(name, value, "a pass name, or a list, tuple or set of them")
     return tuple(sorted(set(names)))
 
 
@@ -149,7 +160,7 @@ def _inductor(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        _reject(name, value, "a dict of names in torch._inductor.config and their values")
+        reject(name, value, "a dict of names in torch._inductor.config and their values")
     if not value:
         return {}
     known = _inductor_settings()
@@ -158,7 +169,7 @@ def _inductor(name: str, value: Any) -> dict[str, Any]:
         plain = str(key).replace("-", "_")  # as torch.compile accepts them
         if plain not in known:
             raise OptionError(
-                f"option {name!r} has an unknown setting {key!r} (value {setting!r}){_hint(plain, known)}"
+                f"option {name!r} has an unknown setting {key!r} (value {setting!r}){hint(plain, known)}"
                 "; allowed: what torch._inductor.list_options() lists"
             )
         settings[plain] = copy.copy(setting)
@@ -177,7 +188,7 @@ def _mode_settings(mode: str) -> dict[str, Any]:
 
     modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     if mode not in modes:
-        raise OptionError(f"unknown mode {mode!r}{_hint(mode, modes)}; allowed: {_listed(modes)}")
+        raise OptionError(f"unknown mode {mode!r}{hint(mode, modes)}; allowed: {listed(modes)}")
     return dict(torch._inductor.list_mode_options(mode))
 
 
@@ -191,6 +202,8 @@ _CHECKS: dict[str, Any] = {
     "share": _flag,
     "lower": _flag,
     "report": _path,
+    **ROLE_CHECKS,
+    **EXPERT_CHECKS,
     "inductor_options": _inductor,
 }
 _NAMES: tuple[str, ...] = tuple(each.name for each in fields(Options))
@@ -207,6 +220,8 @@ def _canonical(value: Any) -> Any:
         return ["set", sorted((_canonical(item) for item in value), key=json.dumps)]
     if isinstance(value, list | tuple):
         return ["list", [_canonical(item) for item in value]]
+    if (ranks := expert_ranks_key(value)) is not None:
+        return ["ranks", *ranks]
     # Inductor's custom passes identify themselves; None there means "do not cache".
     identity = value.uuid() if callable(getattr(value, "uuid", None)) else None
     if identity is not None:

@@ -78,7 +78,8 @@ class PassTiming:
 class GraphReport:
     """One graph as the backend compiled it. Times are seconds of this process's wall clock.
 
-    gaps: layers that must hold a part which was not recognised in them, one line each.
+    gaps: layers that must hold a part which was not recognised in them, one line each. exchanges: layers whose experts
+    are spread over ranks, and how their tokens travel.
     """
 
     name: str
@@ -92,6 +93,7 @@ class GraphReport:
     gaps: list[str] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    exchanges: list[str] = field(default_factory=list)
     lowerings: list[Lowering] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     capture_seconds: float = 0.0
@@ -280,6 +282,8 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
         for row in kernel_table(graph):
             table.add_row(*row)
         yield table
+    for line in graph.exchanges:
+        yield Text(f"exchange: {line}")
     for line in graph.shared:
         yield Text(f"shared: {line}")
     for miss in graph.misses:
@@ -316,5 +320,5 @@ def _html_graph(graph: GraphReport) -> str:
                 [[m.layer, m.family, m.pattern, m.node, m.source, m.reason] for m in graph.misses],
             )
         )
-    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.shared, *graph.gaps, *graph.notes])
+    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.exchanges, *graph.shared, *graph.gaps, *graph.notes])
     return "".join(parts)

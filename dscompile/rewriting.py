@@ -15,6 +15,7 @@ from torch import fx
 
 from dscompile.completeness import gaps
 from dscompile.options import Options
+from dscompile.parallel import spread_experts
 from dscompile.passes.default import default_pipeline, pass_names
 from dscompile.passes.engine import PassContext, PassResult
 from dscompile.passes.engine.fxutil import layer_name
@@ -51,16 +52,19 @@ class Snapshots:
 
 
 def rewrite(
-    graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots
-) -> None:
+    graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots,
+    input_values: Sequence[Any] = (),
+) -> None:  # fmt: skip
     """Rewrites `graph` in place and fills `entry`.
 
     Args:
         graph: a functional ATen graph, regions included.
         input_names: the user's name of every placeholder, see `capture.placeholder_names`.
+        input_values: the user's parameters and buffers among them, see `capture.placeholder_values`; for experts that
+            are spread over ranks.
 
     Raises:
-        StrictError: see there.
+        StrictError, ExpertParallelError: see there.
     """
     options.check_passes((*pass_names(), *STEPS))
     entry.nodes_before = count_nodes(graph)
@@ -81,6 +85,8 @@ def rewrite(
     entry.gaps = gaps(entry.matches, off)
     if options.strict and (entry.misses or entry.gaps):
         raise StrictError(_strict_message(entry))
+    spread_experts(graph, input_names, input_values, options, target, entry)
+    snapshots.take("expert_parallel", graph)
     if target is not None and target.device_type != "cpu" and "fuse" not in options.disable:
         fusing_pipeline().run(graph, PassContext(options), hook=after)
     for region in {region_module(graph, call) for call in region_calls(graph)}:

@@ -1,0 +1,164 @@
+"""A model whose ranks each keep only their own experts in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dscompile import compat
+from dscompile.distributed import agreement
+from dscompile.distributed.layers import ExpertLayer, layer_of
+from dscompile.distributed.mesh import Ranks, ranks_of
+from dscompile.distributed.placement import Placement, PlacementError
+
+
+@dataclass(frozen=True)
+class ShardedExperts:
+    """The experts of a model spread over ranks: layers in order, and the group."""
+
+    layers: tuple[ExpertLayer, ...]
+    ranks: Ranks
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of experts in this rank's memory."""
+        return sum(layer.held_bytes for layer in self.layers)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all experts, each once."""
+        each = ((layer.held_bytes, layer.placement) for layer in self.layers)
+        return sum(held * where.experts // where.slots_per_rank for held, where in each)
+
+    def loads(self) -> Tensor:
+        """int64 [layers, experts]: tokens that chose each expert on this rank since they were last zeroed."""
+        return torch.stack([layer.load for layer in self.layers])
+
+
+def shard_experts(
+    model: nn.Module,
+    mesh: Any,
+    expert_parallel: str | None = None,
+    placement: Placement | Mapping[str, Placement] | None = None,
+    replicas: int | None = None,
+    of: Sequence[nn.Module] | None = None,
+) -> ShardedExperts:
+    """Keep only this rank's experts in memory; the model then runs compiled with the same mesh, and not without.
+
+    Every rank of the mesh calls it, with equal weights on all.
+
+    Args:
+        model: holds every expert of its layers. Modules with experts are those that hold at least two parameters or
+            buffers of three dimensions or more with the same first one, the number of experts; or those in `of`.
+        mesh, expert_parallel: a DeviceMesh and its dimension, or a process group.
+        placement: where experts lie, for all layers or by the module's name; None is `Placement.contiguous`.
+        replicas: the most replicas of an expert that a later placement may have; None: as many as slots allow.
+
+    Raises:
+        MeshError, PlacementError: numbers that do not go together; the message names them.
+        ValueError: no module with experts, or one that is spread already.
+        AgreementError: ranks with different placements.
+    """
+    ranks = ranks_of(mesh, expert_parallel)
+    found = dict(expert_modules(model, of))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no module with experts; allowed: of=[modules that hold them]")
+    placements = {name: _placement(placement, name, count, ranks.size) for name, (_, count) in found.items()}
+    _check_names(placement, found)
+    _check_equal(ranks, placements)
+    layers = [_shard(name, module, placements[name], ranks.rank, replicas) for name, (module, _) in found.items()]
+    for name, (module, _) in found.items():
+        adopt(module, model.get_submodule(name.rpartition(".")[0]), placements[name])
+    return ShardedExperts(tuple(layers), ranks)
+
+
+def sharded_layers(model: nn.Module) -> list[ExpertLayer]:
+    """The layers of a model that was given to `shard_experts`, in order."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return list({id(layer): layer for layer in map(layer_of, tensors) if layer is not None}.values())
+
+
+def expert_modules(
+    model: nn.Module, of: Sequence[nn.Module] | None = None
+) -> Iterator[tuple[str, tuple[nn.Module, int]]]:
+    """(name, (module, number of experts)) of every module that holds stacked experts."""
+    for name, module in model.named_modules():
+        if of is not None and not any(module is each for each in of):
+            continue
+        sizes = {tensor.shape[0] for _, tensor in _stacks(module)}
+        if len(sizes) == 1 and len(list(_stacks(module))) >= 2 and (size := sizes.pop()) > 1:
+            yield name, (module, size)
+
+
+def _stacks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if tensor.dim() >= 3:
+            yield name, tensor
+
+
+def _placement(given: Any, name: str, experts: int, ranks: int) -> Placement:
+    placement = given.get(name) if isinstance(given, Mapping) else given
+    if placement is None:
+        return Placement.contiguous(experts, ranks)
+    if not isinstance(placement, Placement):
+        raise PlacementError(f"{name}: placement is {placement!r}, allowed: a Placement, or None")
+    if (placement.experts, placement.ranks) != (experts, ranks):
+        raise PlacementError(
+            f"{name}: a placement of {placement.experts} experts on {placement.ranks} ranks, allowed: {experts} "
+            f"experts on the mesh's {ranks} ranks"
+        )
+    return placement
+
+
+def _check_names(given: Any, found: Mapping[str, Any]) -> None:
+    unknown = sorted(set(given) - set(found)) if isinstance(given, Mapping) else []
+    if unknown:
+        raise PlacementError(f"placements for {', '.join(unknown)}, allowed: {', '.join(found)}")
+
+
+def _check_equal(ranks: Ranks, placements: Mapping[str, Placement]) -> None:
+    group = compat.process_group(ranks.group)
+    if dist.get_backend(group) == "fake":
+        return
+    facts = {f"the placement of {name}": placement.fingerprint for name, placement in placements.items()}
+    everyone: list[Any] = [None] * ranks.size
+    dist.all_gather_object(everyone, facts, group=group)
+    if message := agreement.difference(everyone):
+        raise agreement.AgreementError(message)
+
+
+def _shard(name: str, module: nn.Module, placement: Placement, rank: int, replicas: int | None) -> ExpertLayer:
+    held = torch.tensor(placement.on_rank(rank))
+    own: list[Tensor] = []
+    for key, tensor in list(_stacks(module)):
+        if layer_of(tensor) is not None:
+            raise ValueError(f"{name}.{key}: its experts are spread already, allowed: a model that holds every expert")
+        rows = tensor.detach()[held.to(tensor.device)]  # a copy, so that the whole stack is freed
+        if isinstance(tensor, nn.Parameter):
+            setattr(module, key, nn.Parameter(rows, requires_grad=False))
+        else:
+            module.register_buffer(key, rows, persistent=key not in module._non_persistent_buffers_set)
+        own.append(getattr(module, key))
+    widest = min(placement.redundant + 1 if replicas is None else replicas, len(placement.slots))
+    return ExpertLayer(name, placement, rank, own, whole=False, width=widest)
+
+
+def adopt(module: nn.Module, owner: nn.Module, placement: Placement) -> None:
+    """Make a module that holds only some experts count those, and its owner refuse to run eagerly."""
+    for key, value in vars(module).items():  # such as num_experts, by which a module's forward sizes its groups
+        if type(value) is int and value == placement.experts and "expert" in key:
+            setattr(module, key, placement.slots_per_rank)
+    owner.register_forward_pre_hook(_refuse_eager)
+
+
+def _refuse_eager(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{type(module).__name__} holds only this rank's experts, allowed: torch.compile(model, backend='dsv4', "
+            "options={'mesh': ...})"
+        )

@@ -1,0 +1,65 @@
+"""The backend's part in expert parallelism: from options to the pass, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import fx
+
+from dscompile import __version__
+from dscompile.expert_options import expert_ranks, form_of
+from dscompile.options import Options
+from dscompile.report import GraphReport
+from dscompile.targets import Target
+
+_OWN = ("mesh", "dump_dir", "report")  # may differ between ranks
+
+
+def spread_experts(
+    graph: fx.GraphModule, names: Sequence[str], values: Sequence[Any], options: Options, target: Target | None,
+    entry: GraphReport,
+) -> None:  # fmt: skip
+    """Runs the pass if the option `mesh` asks for it.
+
+    Raises:
+        ExpertParallelError: as the pass; or the model holds only this rank's experts and the option is not there.
+    """
+    if options.mesh is None:
+        _refuse_parts(names, values)
+        return
+    from dscompile.distributed import agreement
+    from dscompile.passes.engine import PassContext
+    from dscompile.passes.expert_parallel import ExpertParallel, Form
+
+    form = Form(
+        (options.expert_capacity or 0) if form_of(options) == "padded" else 0, options.expert_overflow,
+        options.expert_payload, options.expert_transport, options.expert_load,
+        agreement.announce(_facts(options, target)),
+    )  # fmt: skip
+    result = ExpertParallel(expert_ranks(options), values, names, form).run(graph, PassContext(options))
+    entry.exchanges = list(result.notes)
+
+
+def _refuse_parts(names: Sequence[str], values: Sequence[Any]) -> None:
+    for name, value in zip(names, values):
+        if value is None or not hasattr(value, "__dict__"):
+            continue
+        from dscompile.distributed.layers import layer_of
+
+        layer = layer_of(value)
+        if layer is not None and not layer.whole:
+            from dscompile.passes.expert_parallel import ExpertParallelError
+
+            raise ExpertParallelError(
+                f"{name}: this rank holds {layer.placement.slots_per_rank} slots of {layer.placement.experts} experts, "
+                "option 'mesh' is None; allowed: the mesh that was given to shard_experts"
+            )
+
+
+def _facts(options: Options, target: Target | None) -> dict[str, Any]:
+    """What has to be the same on every rank, so that all start the same exchanges with the same bytes."""
+    facts = {f"option {each.name!r}": getattr(options, each.name) for each in fields(options) if each.name not in _OWN}
+    return {**facts, "target": target.name if target else None, "dscompile": __version__, "torch": torch.__version__}

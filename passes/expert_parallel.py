@@ -1,0 +1,237 @@
+"""Experts spread over ranks: router -> experts becomes dispatch -> this rank's experts -> combine.
+
+Everything else stays as it is: each rank runs its own tokens, the shared expert included, which does not depend on the
+exchange and so can run while rows travel.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+import dscompile.distributed.operators  # noqa: F401 - registers what this pass puts into graphs
+from dscompile import compat
+from dscompile.distributed.layers import ExpertLayer, layer_of
+from dscompile.distributed.mesh import Ranks
+from dscompile.distributed.placement import Placement
+from dscompile.passes.engine import PassContext, PassResult
+from dscompile.passes.engine.fxutil import bound_args, emit, fake_mode, layer_name, set_val
+from dscompile.passes.engine.graphs import Subgraph, find, subgraphs
+from dscompile.passes.regions import HOP, region_operands
+
+aten = torch.ops.aten
+_OPS = {
+    torch.ops.dsv4.experts.default: ("w13", "w2"),
+    torch.ops.dsv4.experts_packed.default: ("w13", "w13_scale", "w2", "w2_scale"),
+}
+
+
+class ExpertParallelError(ValueError):
+    """Experts that are spread over ranks, or are to be, in a graph that cannot run so."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`."""
+
+    capacity: int = 0
+    overflow: str = "error"
+    payload: str = "auto"
+    transport: str = "collectives"
+    load: bool = False
+    agreed: str = ""
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Puts the exchange around every `experts` and `experts_packed`.
+
+    ranks: the group. weights: of each placeholder of the graph, the user's tensor (None where unknown) and its name.
+    """
+
+    ranks: Ranks
+    weights: Sequence[Any]
+    names: Sequence[str]
+    form: Form = field(default_factory=Form)
+    name: str = "expert_parallel"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        """Raises ExpertParallelError, PlacementError."""
+        start = time.perf_counter()
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        known = {node: (value, name) for node, value, name in zip(placeholders, self.weights, self.names)}
+        used: set[str] = set()
+        notes: list[str] = []
+        for sub in subgraphs(gm):
+            for node in [n for target in _OPS for n in find(sub.gm.graph, target)]:
+                layers = self._layers(gm, sub, node, known)
+                self._exchange(gm, sub, node, layers)
+                used |= {layer.name for layer in layers}
+                notes += [self._note(layer, node) for layer in layers]
+            sub.gm.graph.lint()
+            sub.gm.recompile()
+        for value, name in known.values():
+            layer = layer_of(value)
+            if layer is not None and not layer.whole and layer.name not in used:
+                raise ExpertParallelError(
+                    f"{name}: its experts are spread over {layer.placement.ranks} ranks but were not recognised in "
+                    "the graph, so this rank's share would be taken for all; print(dscompile.last_report()) says why"
+                )
+        return PassResult(self.name, notes=tuple(sorted(notes)), seconds=time.perf_counter() - start)
+
+    def _layers(
+        self, gm: GraphModule, sub: Subgraph, node: Node, known: Mapping[Node, tuple[Any, str]]
+    ) -> list[ExpertLayer]:
+        """The layer of every call of the subgraph, in order of calls."""
+        given = bound_args(node)
+        stacks = [_source(given[name]) for name in _OPS[node.target]]  # type: ignore[index]
+        if sub.gm is gm:
+            return [self._layer(gm, [known.get(source, (None, "")) for source in stacks], node)]
+        inside = sub.gm.graph.find_nodes(op="placeholder")
+        layers = []
+        for call in sub.sites:
+            operands = dict(zip(inside, region_operands(call), strict=True))
+            outside = [_source(operands.get(source)) for source in stacks]
+            layers.append(self._layer(gm, [known.get(source, (None, "")) for source in outside], node))
+        return layers
+
+    def _layer(self, gm: GraphModule, sources: Sequence[tuple[Any, str]], node: Node) -> ExpertLayer:
+        tensors = [value for value, _ in sources]
+        found = [layer for layer in map(layer_of, tensors) if layer is not None]
+        if found:
+            layer = found[0]
+            if (layer.placement.ranks, layer.rank) != (self.ranks.size, self.ranks.rank):
+                raise ExpertParallelError(
+                    f"{layer.name}: experts spread over {layer.placement.ranks} ranks (this is {layer.rank}) in a "
+                    f"group of {self.ranks.size} (this is {self.ranks.rank}), allowed: the mesh given to shard_experts"
+                )
+            return layer
+        if any(value is None for value in tensors):
+            where = layer_name(node) or "a layer"
+            raise ExpertParallelError(
+                f"{where}: its experts' weights are computed or handed in, allowed: parameters or buffers of the model"
+            )
+        experts = tensors[0].shape[0]
+        placement = Placement.contiguous(experts, self.ranks.size)
+        name = sources[0][1].rsplit(".", 1)[0]
+        return ExpertLayer(name, placement, self.ranks.rank, tensors, whole=True)
+
+    def _exchange(self, gm: GraphModule, sub: Subgraph, node: Node, layers: list[ExpertLayer]) -> None:
+        first = layers[0]
+        each = ((layer.placement, layer) for layer in layers)
+        kinds = {(where.experts, where.slots_per_rank, layer.whole, layer.width) for where, layer in each}
+        if len(kinds) > 1:
+            raise ExpertParallelError(
+                f"{', '.join(layer.name for layer in layers)}: layers of one kind with unlike experts, slots or "
+                f"replicas ({sorted(kinds)}), allowed: the same numbers"
+            )
+        given = bound_args(node)
+        mode = fake_mode(gm)
+        if mode.shape_env is not None:
+            compat.allow_data_dependent_shapes(mode.shape_env)
+        tables = [_state(gm, layer, "table", mode) for layer in layers]
+        loads = [_state(gm, layer, "load", mode) for layer in layers] if self.form.load else None
+        table = tables[0] if sub.gm is gm else _operand(sub, tables, "expert_table")
+        load = None if loads is None else loads[0] if sub.gm is gm else _operand(sub, loads, "expert_load")
+        self._check_tokens(first, given["x"])
+        _rewrite(sub.gm.graph, node, given, table, load, first, self.ranks, self.form, mode)
+
+    def _check_tokens(self, layer: ExpertLayer, x: Node) -> None:
+        tokens = x.meta["val"].shape[0]
+        if isinstance(tokens, int) and 0 < self.form.capacity < tokens and self.form.overflow == "error":
+            raise ExpertParallelError(
+                f"{layer.name}: {tokens} tokens on this rank may have as many rows for another, option "
+                f"'expert_capacity' is {self.form.capacity}; allowed: at least {tokens}, or expert_overflow='exact'"
+            )
+
+    def _note(self, layer: ExpertLayer, node: Node) -> str:
+        form = f"padded to {self.form.capacity} rows a rank" if self.form.capacity else "exact"
+        placement = layer.placement
+        return (
+            f"{layer.name}: {placement.experts} experts in {placement.slots_per_rank} slots on each of "
+            f"{placement.ranks} ranks, {form}, payload {payload_of(self.form, node)}, {self.form.transport}"
+        )
+
+
+def payload_of(form: Form, node: Node) -> str:
+    """Of an exchange: "auto" is fp8 where the experts round their rows to it anyway, which then loses nothing."""
+    if form.payload != "auto":
+        return form.payload
+    return "fp8" if node.target is torch.ops.dsv4.experts_packed.default else "plain"
+
+
+def _rewrite(
+    graph: Graph, node: Node, given: dict[str, Any], table: Node, load: Node | None, layer: ExpertLayer, ranks: Ranks,
+    form: Form, mode: Any,
+) -> None:  # fmt: skip
+    x, indices, weights = given["x"], given["indices"], given["weights"]
+    slots = layer.placement.slots_per_rank
+    ep = torch.ops.dsv4_ep
+
+    def add(target: Any, *args: Any) -> Node:
+        return emit(graph, target, args, like=node, mode=mode)
+
+    with graph.inserting_before(node):
+        ticket = add(
+            ep.dispatch.default, x, indices, weights, table, load, None, ranks.group, ranks.size, slots, form.capacity,
+            form.overflow, payload_of(form, node), form.transport, form.agreed,
+        )  # fmt: skip
+        arrived = add(ep.dispatch_wait.default, ticket, x, indices, weights, ranks.size, form.capacity, form.overflow)
+        rows, wanted, shares = (add(operator.getitem, arrived, i) for i in range(3))
+        local = dict(given, x=rows, indices=wanted, weights=shares, out_dtype=x.meta["val"].dtype)
+        if layer.whole:
+            for name in _OPS[node.target]:  # type: ignore[index]
+                first = layer.rank * slots
+                local[name] = add(aten.slice.Tensor, given[name], 0, first, first + slots)
+        sums = add(node.target, *local.values())
+        back = add(ep.combine.default, ticket, sums, None)
+        out = add(ep.combine_wait.default, back, x, given["out_dtype"])
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
+
+def _source(value: Any) -> Any:
+    """The placeholder that a weight comes from, through whatever decodes or views it."""
+    while isinstance(value, Node) and value.op == "call_function":
+        shapes = ((n, getattr(n.meta.get("val"), "shape", ())) for n in value.all_input_nodes)
+        stacked = [n for n, shape in shapes if len(shape) > 1]
+        if not stacked:
+            return value
+        value = stacked[0]
+    return value
+
+
+def _state(gm: GraphModule, layer: ExpertLayer, what: str, mode: Any) -> Node:
+    """A tensor of the layer's state as a buffer of the graph, so that changes in place reach compiled code."""
+    attribute = f"{layer.name}.{what}".replace(".", "_")
+    node = next((n for n in gm.graph.find_nodes(op="get_attr") if n.target == attribute), None)
+    if node is not None:
+        return node
+    value = getattr(layer, what)
+    gm.register_buffer(attribute, value, persistent=False)
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    with gm.graph.inserting_after(last):
+        node = gm.graph.get_attr(attribute)
+    set_val(node, mode.from_tensor(value, static_shapes=True))
+    return node
+
+
+def _operand(sub: Subgraph, values: Sequence[Node], name: str) -> Node:
+    """One more argument of a region: its placeholder."""
+    graph = sub.gm.graph
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        placeholder = graph.placeholder(name)
+    set_val(placeholder, values[0].meta["val"])
+    for call, value in zip(sub.sites, values, strict=True):
+        if call.target is HOP.invoke_subgraph:
+            call.args = (*call.args, value)
+        else:
+            call.kwargs = {**call.kwargs, f"arg{len(region_operands(call))}": value}
+    return placeholder

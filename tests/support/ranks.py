@@ -1,0 +1,44 @@
+"""Work in several real processes that talk over gloo on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Work = Callable[..., Any]
+
+
+def run_ranks(work: Work, ranks: int, folder: Path, *args: Any, seconds: float = 60) -> list[Any]:
+    """`work(rank, *args)` in `ranks` processes with a gloo group each; what they return, by rank.
+
+    Raises AssertionError with the traceback of a rank that raised.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.spawn(_run, (work, ranks, str(folder), seconds, args), nprocs=ranks)
+    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    for rank, (ok, value) in enumerate(results):
+        assert ok, f"rank {rank}: {value}"
+    return [value for _, value in results]
+
+
+def _run(rank: int, work: Work, ranks: int, folder: str, seconds: float, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+        timeout=datetime.timedelta(seconds=seconds),
+    )  # fmt: skip
+    try:
+        found: tuple[bool, Any] = (True, work(rank, *args))
+    except Exception:
+        found = (False, traceback.format_exc())
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
