@@ -18,7 +18,9 @@ Load = NDArray[np.floating[Any]]
 _ROUNDS = 2000  # far more exchanges than any placement was seen to need
 
 
-def balanced(load: Load, ranks: int, slots_per_rank: int, nodes: int = 1) -> Placement:
+def balanced(
+    load: Load, ranks: int, slots_per_rank: int, nodes: int = 1, most_replicas: int | None = None
+) -> Placement:
     """A placement for a load.
 
     Args:
@@ -26,6 +28,7 @@ def balanced(load: Load, ranks: int, slots_per_rank: int, nodes: int = 1) -> Pla
         ranks, slots_per_rank: devices, and experts on each; together at least the experts.
         nodes: ranks come in as many equal groups. With more than one, experts are first spread over nodes, each to one
             node, so that a token's copies to several replicas never leave it; that is less even than without.
+        most_replicas: slots that one expert may have; None for any number.
 
     Raises:
         PlacementError: numbers that do not go together.
@@ -36,6 +39,10 @@ def balanced(load: Load, ranks: int, slots_per_rank: int, nodes: int = 1) -> Pla
         raise PlacementError(f"{experts} experts in {ranks} x {slots_per_rank} slots, allowed: 1 to {max(total, 1)}")
     if nodes < 1 or ranks % nodes or experts % nodes:
         raise PlacementError(f"{nodes} nodes for {ranks} ranks and {experts} experts, allowed: a divisor of both")
+    if most_replicas is not None and most_replicas * experts < total:
+        raise PlacementError(
+            f"most_replicas: {most_replicas} for {experts} experts in {total} slots, allowed: >= {-(-total // experts)}"
+        )
     if not values.any():
         values = np.ones(experts)
     of_node = _packed(values, nodes, experts // nodes)
@@ -43,7 +50,7 @@ def balanced(load: Load, ranks: int, slots_per_rank: int, nodes: int = 1) -> Pla
     held: list[list[int]] = []
     for members in of_node:
         here = values[members]
-        slots = _replicated(here, per_node * slots_per_rank)
+        slots = _replicated(here, per_node * slots_per_rank, most_replicas)
         each = here / np.bincount(slots, minlength=len(here))
         groups = [[int(slots[i]) for i in group] for group in _packed(each[slots], per_node, slots_per_rank)]
         _exchange(groups, each)
@@ -51,19 +58,22 @@ def balanced(load: Load, ranks: int, slots_per_rank: int, nodes: int = 1) -> Pla
     return Placement.of_ranks(held, experts)
 
 
-def rebalanced(old: Placement, load: Load, most_copies: int | None = None, nodes: int = 1) -> Placement:
+def rebalanced(
+    old: Placement, load: Load, most_copies: int | None = None, nodes: int = 1, most_replicas: int | None = None
+) -> Placement:
     """A placement for a new load that is reached from `old` with few copies.
 
     most_copies: how many expert weights may be copied between ranks; None for any number, then it is `balanced` with
     ranks and slots named so that as much as possible stays where it is. With a limit, single steps are taken from
     `old`: an exchange of two slots, or another expert in place of a replica, the one that helps most first.
+    nodes, most_replicas: as for `balanced`.
 
     Raises:
         PlacementError: as `balanced`; a negative limit.
     """
     values = checked_load(load, old.experts)
     if most_copies is None:
-        return settled(old, balanced(values, old.ranks, old.slots_per_rank, nodes), nodes)
+        return settled(old, balanced(values, old.ranks, old.slots_per_rank, nodes, most_replicas), nodes)
     if most_copies < 0:
         raise PlacementError(f"most_copies: {most_copies}, allowed: >= 0, or None for any number")
     if not values.any():
@@ -71,7 +81,7 @@ def rebalanced(old: Placement, load: Load, most_copies: int | None = None, nodes
     groups = [list(old.on_rank(rank)) for rank in range(old.ranks)]
     found = old
     while True:
-        step = _best_step(groups, values, old.ranks // nodes)
+        step = _best_step(groups, values, old.ranks // nodes, most_replicas)
         if step is None:
             return found
         for rank, place, expert in step:
@@ -114,12 +124,12 @@ def _paired(mine: list[set[int]], theirs: list[set[int]]) -> list[int]:
     return chosen
 
 
-def _replicated(load: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
+def _replicated(load: NDArray[np.float64], slots: int, most: int | None) -> NDArray[np.int64]:
     """[slots]: each item once, then again and again the one whose replicas carry most."""
     count = np.ones(len(load), dtype=np.int64)
     chosen = list(range(len(load)))
     for _ in range(slots - len(load)):
-        item = int(np.argmax(load / count))
+        item = int(np.argmax(load / count if most is None else np.where(count < most, load / count, -1.0)))
         count[item] += 1
         chosen.append(item)
     return np.asarray(chosen, dtype=np.int64)
@@ -160,7 +170,7 @@ def _exchange(groups: list[list[int]], each: NDArray[np.float64]) -> None:
 Step = list[tuple[int, int, int]]
 
 
-def _best_step(groups: list[list[int]], load: NDArray[np.float64], per_node: int) -> Step | None:
+def _best_step(groups: list[list[int]], load: NDArray[np.float64], per_node: int, most: int | None) -> Step | None:
     """(rank, place, expert) to set for the step that makes the busiest rank lightest; None if none helps."""
     table = np.asarray(groups)
     count = np.bincount(table.ravel(), minlength=len(load))
@@ -168,7 +178,7 @@ def _best_step(groups: list[list[int]], load: NDArray[np.float64], per_node: int
     busiest = int(np.argmax(totals))
     near = np.arange(len(groups)) // per_node == busiest // per_node
     near[busiest] = False
-    steps = [_best_exchange(table, load / count, near, busiest), _best_replica(table, load, count, near, busiest)]
+    steps = [_best_exchange(table, load / count, near, busiest), _best_replica(table, load, count, near, busiest, most)]
     heaviest, step = min((s for s in steps if s is not None), key=lambda s: s[0], default=(np.inf, None))
     return step if heaviest < totals[busiest] * (1 - 1e-9) else None
 
@@ -191,11 +201,17 @@ def _best_exchange(
 
 
 def _best_replica(
-    table: NDArray[np.int64], load: NDArray[np.float64], count: NDArray[np.int64], near: NDArray[np.bool_], busiest: int
+    table: NDArray[np.int64],
+    load: NDArray[np.float64],
+    count: NDArray[np.int64],
+    near: NDArray[np.bool_],
+    busiest: int,
+    most: int | None,
 ) -> tuple[float, Step] | None:
     """One of the busiest rank's heaviest experts in place of some replica on another rank."""
     best: tuple[float, Step] | None = None
-    for expert in sorted(set(table[busiest].tolist()), key=lambda item: -load[item] / count[item])[:4]:
+    room = [expert for expert in set(table[busiest].tolist()) if most is None or count[expert] < most]
+    for expert in sorted(room, key=lambda item: -load[item] / count[item])[:4]:
         for rank, place in zip(*np.nonzero(near[:, None] & (count[table] > 1) & (table != expert))):
             changed, trial = count.copy(), table.copy()
             changed[expert] += 1

@@ -53,8 +53,8 @@ class ExpertLayer:
         """Bytes of this layer's experts in this rank's memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.weights)
 
-    def move(self, placement: Placement) -> None:
-        """Take another placement, whose weights are in place already.
+    def check(self, placement: Placement) -> None:
+        """Whether `move` could take a placement.
 
         Raises:
             PlacementError: other numbers than before, or more replicas of an expert than the table has room for.
@@ -68,6 +68,10 @@ class ExpertLayer:
         most = int(placement.replicas.max())
         if most > self.width:
             raise PlacementError(f"{self.name}: an expert with {most} replicas, allowed: up to {self.width}")
+
+    def move(self, placement: Placement) -> None:
+        """Take another placement, whose weights are in place already. PlacementError as `check`."""
+        self.check(placement)
         self.table.copy_(slot_table(placement, self.width, self.table.device))
         self.placement = placement
 
