@@ -180,17 +180,17 @@ class FullBlock(Block):
         group_write: Tensor,
         group_cos: Tensor,
         group_sin: Tensor,
-        row_slots: Tensor | None = None,
         last_key_pool: Tensor | None = None,
-        last_key_slots: Tensor | None = None,
         *open_group: Tensor,
+        row_slots: Tensor | None = None,
+        last_key_slots: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """As `WindowBlock`, with the layer's own pools and where the chunk's groups go in them.
 
-        `row_slots` int64 [B, capacity]: where the pools hold each row, if not in the order of the batch.
-        For ratio > 1 only: the key pool of the model's last KV source (`decode_keys`; None to score own keys always)
-        with `last_key_slots` like `row_slots`, one for each own row, and `open_group`: the pool of the open groups,
-        its read and write rows, and the groups' members.
+        For ratio > 1 only: the key pool of the model's last KV source (`decode_keys`; None to score own keys always),
+        and `open_group`: the pool of the open groups, its read and write rows, and the groups' members.
+        `row_slots` int64 [B, capacity]: where the pools hold each row, if not in the order of the batch, and
+        `last_key_slots` the same for as many rows of the last source's keys.
         Returns streams, pre, indices and, from the candidate source, candidates.
         """
         mix = self.hc_attn(streams)

@@ -51,9 +51,7 @@ def engram_multipliers(layer: int, max_ngram: int, compressed_vocab_size: int) -
     return [int(draw) * 2 + 1 for draw in draws]
 
 
-def with_history(
-    tokens: Tensor, positions: Tensor, pool: Tensor, max_ngram: int, pages: Pages | None = None
-) -> Tensor:
+def with_history(tokens: Tensor, positions: Tensor, pool: Tensor, max_ngram: int, pages: Pages | None = None) -> Tensor:
     """Compressed ids [B, T] (`BLOCKED` for images) -> [B, max_ngram - 1 + T]: the ids before the chunk, then the chunk.
 
     `pool` int64 [B * (max_ngram - 1) + 1, 1] remembers the last ids of every sequence and is updated in place; `pages`

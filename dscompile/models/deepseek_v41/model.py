@@ -173,10 +173,10 @@ class DeepseekV41ForCausalLM(nn.Module):
             if self.kinds[i] == "full":
                 ratio = cache.ratios[i]
                 plan = groups[ratio]
-                own = (rows, keys, *plan.store, row_slots)
-                if ratio > 1:
-                    own = (*own, *self.last_keys(i, cache, slots), cache.open_groups[i], *plan.open_group)
-                streams, pre, indices, *published = layer(*common, *far, *own)
+                last, last_slots = self.last_keys(i, cache, slots)
+                open_group = (last, cache.open_groups[i], *plan.open_group) if ratio > 1 else ()
+                where = {} if row_slots is None else {"row_slots": row_slots, "last_key_slots": last_slots}
+                streams, pre, indices, *published = layer(*common, *far, rows, keys, *plan.store, *open_group, **where)
                 candidates = tuple(published) or candidates
             elif self.kinds[i] == "reindex":
                 streams, pre, indices = layer(*common, *far, rows, keys, *(candidates or (None,)), row_slots)
@@ -184,7 +184,7 @@ class DeepseekV41ForCausalLM(nn.Module):
                 streams, pre = layer(*common, *far, rows, indices, row_slots)
         return self.head(self.norm(hc_collapse(streams, pre)).float())
 
-    def plan_ratio(self, positions: Tensor, ratio: int, cache: AnyCache, rows: Tensor | None) -> RatioPlan:
+    def plan_ratio(self, positions: Tensor, ratio: int, cache: AnyCache, rows: Tensor | None = None) -> RatioPlan:
         """Where the chunk's groups of `ratio` tokens go, and their rotary table (that of their first token)."""
         capacity = cache.max_tokens // ratio
         if isinstance(cache, PagedDeepseekV41Cache):
@@ -207,7 +207,7 @@ class DeepseekV41ForCausalLM(nn.Module):
         """
         last = self.config.kv_source_layer_ids[-1]
         ratio = self.config.ratio(layer)
-        if not self.config.release_decode_keys or last == layer or self.config.ratio(last) > ratio:
+        if ratio == 1 or not self.config.release_decode_keys or last == layer or self.config.ratio(last) > ratio:
             return None, None
         rows = slots[self.config.ratio(last)]
         return cache.index_keys[last], None if rows is None else rows[:, : cache.max_tokens // ratio]

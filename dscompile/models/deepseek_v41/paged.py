@@ -1,8 +1,8 @@
 """The cache of a batch in pages: pools that many requests share, and where this batch's rows are in them.
 
-`DeepseekV41Cache` gives sequence b the b-th run of every pool. Here a block table says which pages each row of the batch
-has, as a tensor: one graph serves every assignment, and requests join and leave between calls. `dscompile.kv` allocates
-the pages.
+`DeepseekV41Cache` gives sequence b the b-th run of every pool. Here a block table says which pages each row of the
+batch has, as a tensor: one graph serves every assignment, and requests join and leave between calls. `dscompile.kv`
+allocates the pages.
 """
 
 from __future__ import annotations

@@ -1,0 +1,207 @@
+"""DeepSeek-V4.1 on a `PagedCache`: its layout, and prefill, decoding and verification of requests by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from dscompile.kv.cache import PagedCache
+from dscompile.kv.layout import INT64, CacheLayout, PoolSpec, fingerprint
+from dscompile.kv.rollback import restore, save
+from dscompile.models.deepseek_v41.attention import COMPRESSED_FORMAT, WINDOW_FORMAT
+from dscompile.models.deepseek_v41.config import DeepseekV41Config
+from dscompile.models.deepseek_v41.engram_hash import BLOCKED
+from dscompile.models.deepseek_v41.generate import Forward, chunk_bounds, mark_length_dynamic
+from dscompile.models.deepseek_v41.indexer import INDEX_FORMAT
+from dscompile.models.deepseek_v41.model import DeepseekV41ForCausalLM
+from dscompile.models.deepseek_v41.paged import PagedDeepseekV41Cache
+
+MOST_TOKENS = 8  # that one verification may store and take back
+
+
+def model_fingerprint(config: DeepseekV41Config, revision: str = "") -> str:
+    """Of the configuration, and of a name for the weights where two checkpoints share one."""
+    return fingerprint(["deepseek_v41", asdict(config), revision])
+
+
+def cache_layout(config: DeepseekV41Config, page_tokens: int = 64, revision: str = "") -> CacheLayout:
+    """The pools of a model: window rings, compressed rows, index keys, open groups and the n-gram tail."""
+    ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
+    step = math.lcm(*ratios.values())
+    if page_tokens < 1 or page_tokens % step:
+        raise ValueError(f"page_tokens: {page_tokens}, allowed: a multiple of {step}, the ratios' own")
+    dim, window = config.head_dim, config.sliding_window
+    pools = [
+        PoolSpec("window", layer, "ring", WINDOW_FORMAT.name, dim, window, width=window)
+        for layer in range(config.num_hidden_layers)
+    ]
+    for layer, ratio in ratios.items():
+        rows = page_tokens // ratio
+        pools.append(PoolSpec("compressed", layer, "rows", COMPRESSED_FORMAT.name, dim, rows, ratio))
+        pools.append(PoolSpec("index_keys", layer, "rows", INDEX_FORMAT.name, config.index_head_dim, rows, ratio))
+        if ratio > 1:
+            held = ratio - 1
+            pools.append(PoolSpec("open_groups", layer, "open", "fp32", 2 * dim, held + MOST_TOKENS, ratio, held))
+    if config.engram_layer_ids:
+        width = config.engram_max_ngram_size - 1
+        pools.append(PoolSpec("tokens", 0, "ring", INT64, 1, width + MOST_TOKENS, width=width, blank=BLOCKED))
+    return CacheLayout(tuple(pools), page_tokens, model_fingerprint(config, revision), config.num_hidden_layers)
+
+
+def paged_cache(
+    config: DeepseekV41Config,
+    requests: int,
+    tokens: int,
+    page_tokens: int = 64,
+    device: torch.device | str = "cpu",
+    revision: str = "",
+) -> PagedCache:
+    """A cache for up to `requests` requests that have `tokens` tokens together, each rounded up to whole pages."""
+    layout = cache_layout(config, page_tokens, revision)
+    return PagedCache(layout, requests, layout.pages_for(tokens), device)
+
+
+def batch_view(cache: PagedCache, numbers: Sequence[int | None], columns: int) -> PagedDeepseekV41Cache:
+    """What the model's `forward` takes for a batch of these requests (None = idle row)."""
+    pools: dict[str, dict[int, Tensor]] = {}
+    ratios = {spec.layer: spec.ratio for spec in cache.layout.pools if spec.part == "compressed"}
+    for spec in cache.layout.pools:
+        pools.setdefault(spec.part, {})[spec.layer] = cache.pools[spec.name]
+    tokens = pools.get("tokens")
+    return PagedDeepseekV41Cache(
+        window=pools["window"],
+        compressed=pools.get("compressed", {}),
+        index_keys=pools.get("index_keys", {}),
+        open_groups=pools.get("open_groups", {}),
+        tokens=tokens[0] if tokens else None,
+        ratios=ratios,
+        state_pages=cache.pages.state.pages,
+        token_pages=cache.pages.tokens.pages,
+        page_tokens=cache.layout.page_tokens,
+        **cache.batch(numbers, columns)._asdict(),
+    )
+
+
+class PagedModel:
+    """A model and the cache that its requests are in. Requests come and go between calls.
+
+    Every call runs a batch of `rows` rows over block tables of the same width, so that a compiled `forward` has one
+    graph for decoding and one for everything longer; rows without a request are idle.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV41ForCausalLM,
+        cache: PagedCache,
+        rows: int,
+        max_tokens: int,
+        forward: Forward | None = None,
+    ) -> None:
+        if rows < 1:
+            raise ValueError(f"rows: {rows}, allowed: >= 1")
+        self.model, self.cache, self.rows = model, cache, rows
+        self.columns = cache.layout.pages_for(max_tokens)
+        self.forward: Forward = forward or model
+
+    @torch.no_grad()
+    def prefill(
+        self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], chunk_size: int | None = None
+    ) -> Tensor:
+        """Run whole prompts of open requests -> logits float32 [n, vocab] after the last token of each.
+
+        A request that shares its beginning runs only the tokens that its rings need (`PageAllocator.replay_from`).
+        """
+        starts = []
+        for number, prompt in zip(numbers, prompts, strict=True):
+            if not prompt:
+                raise ValueError(f"request {number}: prompt of 0 tokens, allowed: >= 1")
+            self._check_room(number, len(prompt))
+            starts.append(self.cache.pages.replay_from(self.cache.request(number)))
+            self._seed_tail(number, prompt, starts[-1])
+        width = max(len(prompt) - start for prompt, start in zip(prompts, starts))
+        last: Tensor | None = None
+        for begin, end in chunk_bounds(width, chunk_size):
+            parts = [list(p[s + begin : min(s + end, len(p))]) for p, s in zip(prompts, starts)]
+            logits = self._run(numbers, parts, [s + begin for s in starts], end - begin)
+            for row, part in enumerate(parts):
+                if part:
+                    last = logits.new_zeros(len(parts), logits.shape[-1]) if last is None else last
+                    last[row] = logits[row, len(part) - 1]
+        for number, prompt in zip(numbers, prompts, strict=True):
+            self.cache.commit(number, len(prompt))
+        assert last is not None
+        return last
+
+    @torch.no_grad()
+    def step(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The next tokens of requests, 1 to `MOST_TOKENS` each -> logits float32 [n, T, vocab], and they count.
+
+        Pages are added as needed; `OutOfPages` changes nothing.
+        """
+        counts = [len(part) for part in tokens]
+        if not counts or min(counts) < 1 or max(counts) > MOST_TOKENS:
+            raise ValueError(f"tokens per request: {counts}, allowed: 1 to {MOST_TOKENS}")
+        starts = [self.cache.request(number).length for number in numbers]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.cache.extend(numbers, ends)
+        for number, end in zip(numbers, ends):
+            self._check_room(number, end)
+        logits = self._run(numbers, [list(part) for part in tokens], starts, max(counts))
+        for number, end in zip(numbers, ends):
+            self.cache.commit(number, end)
+        return logits
+
+    def verify(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Greedy verification: each request's next token and its drafts -> the tokens that follow, one or more each.
+
+        A draft counts if it is what the model would have chosen; the cache then holds the given token and the accepted
+        drafts, as if the others had never been run.
+        """
+        saved = save(self.cache, numbers, [len(part) for part in tokens])
+        best = self.step(numbers, tokens).argmax(-1).tolist()
+        out, kept = [], []
+        for part, follows in zip(tokens, best):
+            right = 0
+            while right + 1 < len(part) and part[right + 1] == follows[right]:
+                right += 1
+            kept.append(right + 1)
+            out.append(follows[: right + 1])
+        restore(self.cache, saved, kept)
+        return out
+
+    def _run(self, numbers: Sequence[int], parts: list[list[int]], starts: list[int], width: int) -> Tensor:
+        if len(numbers) > self.rows or len(set(numbers)) != len(numbers):
+            raise ValueError(f"requests {list(numbers)}, allowed: up to {self.rows}, no number twice")
+        ids = torch.zeros(self.rows, width, dtype=torch.int64)
+        positions = torch.full((self.rows, width), -1, dtype=torch.int64)
+        for row, (part, start) in enumerate(zip(parts, starts)):
+            if part:
+                ids[row, : len(part)] = torch.tensor(part)
+                positions[row, : len(part)] = torch.arange(start, start + len(part))
+        ids, positions = ids.to(self.cache.device), positions.to(self.cache.device)
+        mark_length_dynamic(ids, positions)
+        idle = [None] * (self.rows - len(numbers))
+        return self.forward(ids, positions, batch_view(self.cache, [*numbers, *idle], self.columns))[: len(numbers)]
+
+    def _check_room(self, number: int, tokens: int) -> None:
+        most = min(self.cache.room(number), self.columns * self.cache.layout.page_tokens)
+        most = min(most, self.model.config.max_position_embeddings)
+        if tokens > most:
+            raise ValueError(f"request {number}: {tokens} tokens, allowed: <= {most}")
+
+    def _seed_tail(self, number: int, prompt: Sequence[int], start: int) -> None:
+        """The token ids before `start`, which a replay does not run."""
+        spec = next((spec for spec in self.cache.layout.pools if spec.part == "tokens"), None)
+        if spec is None or start == 0:
+            return
+        places = range(max(start - spec.width, 0), start)
+        ids = torch.tensor(prompt[places.start : places.stop], device=self.model.token_map.device)
+        compressed = self.model.token_map[ids]
+        if self.model.config.image_token_id is not None:
+            compressed = torch.where(ids == self.model.config.image_token_id, BLOCKED, compressed)
+        rows = compressed.to("cpu").unsqueeze(1).contiguous().view(torch.uint8)
+        self.cache.store(spec, self.cache.slots(number, spec, places), rows)
