@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -73,6 +73,7 @@ def follow(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_equal_before_and_after_without_compiling(tmp_path: Path) -> None:
     found = run_ranks(follow, RANKS, tmp_path, seconds=120)
     tokens = RANKS * 24 * 4 * 2
