@@ -49,7 +49,8 @@ def cache_layout(config: DeepseekV41Config, page_tokens: int = 64, revision: str
     if config.engram_layer_ids:
         width = config.engram_max_ngram_size - 1
         pools.append(PoolSpec("tokens", 0, "ring", INT64, 1, width + MOST_TOKENS, width=width, blank=BLOCKED))
-    return CacheLayout(tuple(pools), page_tokens, model_fingerprint(config, revision), config.num_hidden_layers)
+    model = model_fingerprint(config, revision)
+    return CacheLayout(tuple(pools), page_tokens, model, config.num_hidden_layers, revision)
 
 
 def paged_cache(
@@ -103,6 +104,9 @@ class PagedModel:
     ) -> None:
         if rows < 1:
             raise ValueError(f"rows: {rows}, allowed: >= 1")
+        wanted = model_fingerprint(model.config, cache.layout.revision)
+        if cache.layout.model != wanted:
+            raise ValueError(f"cache of model {cache.layout.model}, allowed: {wanted}, the model's own")
         self.model, self.cache, self.rows = model, cache, rows
         self.columns = cache.layout.pages_for(max_tokens)
         self.forward: Forward = forward or model

@@ -120,12 +120,14 @@ class CacheLayout:
         page_tokens: tokens of a token page; a multiple of every ratio.
         model: fingerprint of the model whose rows these are.
         layers: of the model.
+        revision: a name for its weights, part of `model`.
     """
 
     pools: tuple[PoolSpec, ...]
     page_tokens: int
     model: str
     layers: int
+    revision: str = ""
 
     def __post_init__(self) -> None:
         for spec in self.pools:
