@@ -21,6 +21,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from dscompile.passes.elision import Elision
+
 
 @dataclass(frozen=True)
 class Match:
@@ -79,7 +81,7 @@ class GraphReport:
     """One graph as the backend compiled it. Times are seconds of this process's wall clock.
 
     gaps: layers that must hold a part which was not recognised in them, one line each. exchanges: layers whose experts
-    are spread over ranks, and how their tokens travel.
+    are spread over ranks, and how their tokens travel. elision: what of a prompt was left out, if that was asked for.
     """
 
     name: str
@@ -96,6 +98,7 @@ class GraphReport:
     exchanges: list[str] = field(default_factory=list)
     lowerings: list[Lowering] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    elision: Elision | None = None
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -284,6 +287,8 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
         yield table
     for line in graph.exchanges:
         yield Text(f"exchange: {line}")
+    for line in graph.elision.lines() if graph.elision else ():
+        yield Text(line)
     for line in graph.shared:
         yield Text(f"shared: {line}")
     for miss in graph.misses:
@@ -320,5 +325,8 @@ def _html_graph(graph: GraphReport) -> str:
                 [[m.layer, m.family, m.pattern, m.node, m.source, m.reason] for m in graph.misses],
             )
         )
-    parts.extend(f"<p>{html.escape(line)}</p>" for line in [*graph.exchanges, *graph.shared, *graph.gaps, *graph.notes])
+    elided = graph.elision.lines() if graph.elision else []
+    parts.extend(
+        f"<p>{html.escape(line)}</p>" for line in [*elided, *graph.exchanges, *graph.shared, *graph.gaps, *graph.notes]
+    )
     return "".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dscompile.completeness import gaps
 from dscompile.options import Options
 from dscompile.parallel import spread_experts
 from dscompile.passes.default import default_pipeline, pass_names
+from dscompile.passes.elide import elide
 from dscompile.passes.engine import PassContext, PassResult
 from dscompile.passes.engine.fxutil import layer_name
 from dscompile.passes.engine.graphs import subgraphs
@@ -85,6 +86,10 @@ def rewrite(
     entry.gaps = gaps(entry.matches, off)
     if options.strict and (entry.misses or entry.gaps):
         raise StrictError(_strict_message(entry))
+    if options.elide is not None:
+        entry.elision = elide(graph, options.elide, options.elide_tail, _labeller(graph, input_names))
+        dump.write("elide", graph)
+        snapshots.take("elide", graph)
     spread_experts(graph, input_names, input_values, options, target, entry)
     snapshots.take("expert_parallel", graph)
     if target is not None and target.device_type != "cpu" and "fuse" not in options.disable:
@@ -128,6 +133,21 @@ def layer_labels(graph: fx.GraphModule, input_names: Sequence[str]) -> dict[str,
         label = _short(counts.most_common(1)[0][0]) if counts else f"call {position}"
         labels.setdefault(paths[id(region_module(graph, call))], []).append(label)
     return labels
+
+
+def _labeller(graph: fx.GraphModule, input_names: Sequence[str]) -> Callable[[fx.Node], str]:
+    """The layer of a region call or of another operation of the outermost graph; "" outside layers."""
+    labels = {region: iter(names) for region, names in layer_labels(graph, input_names).items()}
+    paths = {id(sub.gm): sub.path for sub in subgraphs(graph)}
+    calls = {call: next(labels[paths[id(region_module(graph, call))]]) for call in region_calls(graph)}
+
+    def label(node: fx.Node) -> str:
+        if node in calls:
+            return calls[node]
+        name = _short(layer_name(node))
+        return name if re.search(r"\.\d+$", name) else ""
+
+    return label
 
 
 def _record(results: Sequence[PassResult], labels: dict[str, list[str]], entry: GraphReport) -> None:

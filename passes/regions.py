@@ -18,7 +18,7 @@ HOP = torch.ops.higher_order
 
 def region_calls(gm: fx.GraphModule) -> list[fx.Node]:
     """Every call of a region in `gm`'s own graph, in order, in either form."""
-    return [node for node in gm.graph.nodes if node.op == "call_function" and _is_region_call(node)]
+    return [node for node in gm.graph.nodes if node.op == "call_function" and is_region_call(node)]
 
 
 def region_module(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
@@ -44,10 +44,30 @@ def region_operands(call: fx.Node) -> list[Any]:
             return operands
 
 
-def _is_region_call(node: fx.Node) -> bool:
+def is_region_call(node: fx.Node) -> bool:
+    """Whether a node calls a region, in either form."""
     if node.target is HOP.invoke_subgraph:
         return True
     return node.target is HOP.auto_functionalized_v2 and node.args[:1] == (HOP.invoke_subgraph,)
+
+
+def region_results(call: fx.Node) -> int:
+    """How many values the region itself returns; a functionalised call's further values are the written bases."""
+    bases = 0 if call.target is HOP.invoke_subgraph else len(call.kwargs["_all_bases"])  # type: ignore[arg-type]
+    return len(call.meta["val"]) - bases
+
+
+def redirect_call(call: fx.Node, subgraph: fx.Node, name: str, operands: dict[int, Any]) -> None:
+    """Makes a region call run another subgraph (`get_attr` node, name that torch has not traced yet).
+
+    operands: by position, those that change; further positions than the call has are added at its end.
+    """
+    if call.target is HOP.invoke_subgraph:
+        args = dict(enumerate(call.args[2:])) | operands
+        call.args = (subgraph, name, *(args[position] for position in range(len(args))))
+        return
+    changed = {f"arg{position}": value for position, value in operands.items()}
+    call.kwargs = {**call.kwargs, **changed, "subgraph": subgraph, "identifier": name}
 
 
 def restore_region_mutation(gm: fx.GraphModule) -> None:
