@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
 import dscompile.distributed.operators  # noqa: F401 - registers what this pass puts into graphs
@@ -120,7 +121,8 @@ class ExpertParallel:
         experts = tensors[0].shape[0]
         placement = Placement.contiguous(experts, self.ranks.size)
         name = sources[0][1].rsplit(".", 1)[0]
-        return ExpertLayer(name, placement, self.ranks.rank, tensors, whole=True)
+        with unset_fake_temporarily():  # its state is real, also while a graph is traced
+            return ExpertLayer(name, placement, self.ranks.rank, tensors, whole=True)
 
     def _exchange(self, gm: GraphModule, sub: Subgraph, node: Node, layers: list[ExpertLayer]) -> None:
         first = layers[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import dscompile.ops  # noqa: F401 - registers the operations used here
 from dscompile.formats import FORMATS
 
 PAYLOAD = "fp8_g32_ue8m0"
@@ -42,8 +43,8 @@ def unpack(
     values, labels = rows[:, :ends].contiguous(), rows[:, ends:]
     x = FORMATS[PAYLOAD].unpack(values, hidden, dtype) if payload == "fp8" else _as(values, dtype)
     cut = top_k * _SLOT.itemsize
-    slots = _as(labels[:, :cut].contiguous(), _SLOT).long()
-    return x, slots, _as(labels[:, cut:].contiguous(), _WEIGHT).to(weights_dtype)
+    slots = _as(labels[:, :cut], _SLOT).long()
+    return x, slots, _as(labels[:, cut:], _WEIGHT).to(weights_dtype)
 
 
 def _rows(values: Tensor, token: Tensor) -> Tensor:
@@ -61,4 +62,5 @@ def _bytes(values: Tensor) -> Tensor:
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.shape[0] == 0:
         return values.new_empty((0, values.shape[1] // dtype.itemsize), dtype=dtype)
-    return values.view(dtype)
+    # A copy, not contiguous(): a single row counts as contiguous, whatever its stride and offset.
+    return values.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -73,3 +73,12 @@ def checked_indices(indices: Tensor, experts: int) -> Tensor:
         if low < -1 or high >= experts:
             raise IndexError(f"expert {high if high >= experts else low}, allowed: -1 to {experts - 1}")
     return indices
+
+
+def refuse_capture(what: str) -> None:
+    """RuntimeError while a CUDA graph is being captured: what talks to other ranks' drivers cannot be made then."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} makes its buffers at the first exchange of a size, here while a CUDA graph is captured; allowed: "
+            "one step of that size before the capture"
+        )

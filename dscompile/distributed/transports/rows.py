@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+import dscompile.ops  # noqa: F401 - registers the operations used here
 from dscompile.distributed import traffic, wire
 from dscompile.distributed.routing import Route, Spec, chosen_slots, destinations, route
 from dscompile.distributed.transports import checked_indices
