@@ -104,7 +104,7 @@ class DeepEPExchange:
         # that did is left as it was in memory.
         count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         unused = (torch.arange(x.shape[0], device=x.device) >= count).unsqueeze(1)
-        return x, slots, shares
+        return x.masked_fill(unused, 0), slots.masked_fill(unused, -1), shares.masked_fill(unused, 0)
 
     def combine(self, sums: Tensor) -> None:
         values = sums.to(torch.bfloat16).contiguous()
