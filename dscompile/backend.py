@@ -15,6 +15,7 @@ from torch import fx
 
 from dscompile import capture, report
 from dscompile.options import Options
+from dscompile.passes.schedule import KEEP_ORDER
 from dscompile.rewriting import Snapshots, rewrite
 from dscompile.verify import checked, copy_graph
 
@@ -78,7 +79,8 @@ def _compile(
     from torch._inductor.compile_fx import compile_fx
 
     began = time.perf_counter()
-    compiled = compile_fx(graph, inputs, config_patches=dict(settings.inductor_options) or None)
+    keep = KEEP_ORDER if entry.schedule else {}
+    compiled = compile_fx(graph, inputs, config_patches={**keep, **settings.inductor_options} or None)
     entry.compile_seconds = time.perf_counter() - began
     return compiled  # type: ignore[return-value]
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dscompile.passes.elision import Elision
+from dscompile.passes.timeline import Schedule
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class GraphReport:
 
     gaps: layers that must hold a part which was not recognised in them, one line each. exchanges: layers whose experts
     are spread over ranks, and how their tokens travel. elision: what of a prompt was left out, if that was asked for.
+    schedule: what runs while tokens travel, of a graph with exchanges.
     """
 
     name: str
@@ -99,6 +101,7 @@ class GraphReport:
     lowerings: list[Lowering] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     elision: Elision | None = None
+    schedule: Schedule | None = None
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -287,6 +290,8 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
         yield table
     for line in graph.exchanges:
         yield Text(f"exchange: {line}")
+    if graph.schedule:
+        yield Text(f"schedule: {graph.schedule.summary()}")
     for line in graph.elision.lines() if graph.elision else ():
         yield Text(line)
     for line in graph.shared:

@@ -23,6 +23,7 @@ from dscompile.passes.engine.fxutil import layer_name
 from dscompile.passes.engine.graphs import subgraphs
 from dscompile.passes.fusing import fusing_pipeline
 from dscompile.passes.regions import functionalise_writes, region_calls, region_module, restore_region_mutation
+from dscompile.passes.schedule import schedule, timeline
 from dscompile.passes.share import hoist_shared
 from dscompile.passes.shared_rows import DecodeInFront
 from dscompile.report import GraphReport, Lowering, Match, Miss, PassTiming
@@ -30,7 +31,7 @@ from dscompile.targets import Target, UnsupportedTargetError, detect_target, get
 from dscompile.verify import copy_graph
 
 #: Rewriting steps that are not passes over patterns but can be switched off like them.
-STEPS = ("fuse", "share")
+STEPS = ("fuse", "share", "schedule")
 
 
 class StrictError(RuntimeError):
@@ -108,6 +109,12 @@ def rewrite(
         _lower(graph, target, layer_labels(graph, input_names), entry)
         dump.write("lower", graph)
         snapshots.take("lower", graph)
+    if entry.exchanges:
+        if "schedule" not in options.disable:
+            schedule(graph)
+            dump.write("schedule", graph)
+            snapshots.take("schedule", graph)
+        entry.schedule = timeline(graph, _labeller(graph, input_names))
     entry.nodes_after = count_nodes(graph)
 
 

@@ -1,12 +1,12 @@
 """The exchange as operators of a graph, namespace `dsv4_ep`.
 
     ticket = dispatch(x, indices, weights, table, load, after, ...)   starts to send
-    rows, slots, weights = dispatch_wait(ticket, ...)                 rows for this rank's experts
+    rows, slots, weights = dispatch_wait(ticket, ..., after)          rows for this rank's experts
     ticket = combine(ticket, sums, after, ...)                        starts to send back
-    y = combine_wait(ticket, x, dtype)                                sums of this rank's tokens
+    y = combine_wait(ticket, x, dtype, after)                         sums of this rank's tokens
 
 What lies between a start and its wait runs while rows travel. `after` is a tensor that a start must not overtake: ranks
-whose graphs differ (other shapes) then still start exchanges in one order.
+whose graphs differ (other shapes) then still start exchanges in one order. For a wait it is what runs before it.
 
 The pending exchange itself is a Python object. Its ticket is one byte of memory: no two that are pending have the same
 address, and the compiler sees who needs whom.
@@ -14,6 +14,7 @@ address, and the compiler sees who needs whom.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ DISPATCH = (
     "int ranks, int slots, int capacity, str overflow, str payload, str transport, str agreed) -> Tensor"
 )
 DISPATCH_WAIT = (
-    "dispatch_wait(Tensor ticket, Tensor x, Tensor indices, Tensor weights, int ranks, int capacity, str overflow) "
-    "-> (Tensor, Tensor, Tensor)"
+    "dispatch_wait(Tensor ticket, Tensor x, Tensor indices, Tensor weights, int ranks, int capacity, str overflow, "
+    "Tensor[]? after=None) -> (Tensor, Tensor, Tensor)"
 )
 COMBINE = "combine(Tensor ticket, Tensor sums, Tensor? after) -> Tensor"
-COMBINE_WAIT = "combine_wait(Tensor ticket, Tensor x, ScalarType out_dtype) -> Tensor"
+COMBINE_WAIT = "combine_wait(Tensor ticket, Tensor x, ScalarType out_dtype, Tensor[]? after=None) -> Tensor"
 
 
 def dispatch(
@@ -64,8 +65,9 @@ def dispatch(
 
 
 def dispatch_wait(
-    ticket: Tensor, x: Tensor, indices: Tensor, weights: Tensor, ranks: int, capacity: int, overflow: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    ticket: Tensor, x: Tensor, indices: Tensor, weights: Tensor, ranks: int, capacity: int, overflow: str,
+    after: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows for this rank's experts: [M, D] in x's dtype, slots int64 [M, k] (-1: none), weights [M, k].
 
     M is ranks * capacity in the padded form. x, indices and weights are those of the dispatch.
@@ -83,7 +85,7 @@ def combine(ticket: Tensor, sums: Tensor, after: Tensor | None) -> Tensor:
     return _ticket(sums, spec, pending)
 
 
-def combine_wait(ticket: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+def combine_wait(ticket: Tensor, x: Tensor, out_dtype: torch.dtype, after: Sequence[Tensor] | None = None) -> Tensor:
     """The sums of this rank's tokens x [N, D], added up in fp32: [N, D] in `out_dtype`."""
     spec, pending = _of(ticket, take=True)
     with named_failures(spec.group, spec.rank, "combine"):
@@ -118,8 +120,9 @@ def _fake_ticket(like: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_wait(
-    ticket: Tensor, x: Tensor, indices: Tensor, weights: Tensor, ranks: int, capacity: int, overflow: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    ticket: Tensor, x: Tensor, indices: Tensor, weights: Tensor, ranks: int, capacity: int, overflow: str,
+    after: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows: Any = ranks * capacity
     if capacity == 0 or overflow == "exact":
         rows = torch.library.get_ctx().new_dynamic_size()
@@ -139,4 +142,4 @@ def _define(schema: str, kernel: Any, fake: Any) -> None:
 _define(DISPATCH, dispatch, lambda x, *rest: _fake_ticket(x))
 _define(DISPATCH_WAIT, dispatch_wait, _fake_wait)
 _define(COMBINE, combine, lambda ticket, sums, after: _fake_ticket(sums))
-_define(COMBINE_WAIT, combine_wait, lambda ticket, x, out_dtype: x.new_empty(x.shape, dtype=out_dtype))
+_define(COMBINE_WAIT, combine_wait, lambda ticket, x, out_dtype, after=None: x.new_empty(x.shape, dtype=out_dtype))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single, wait_tensor
 
 from dscompile import compat
 from dscompile.distributed.routing import Spec
+from dscompile.distributed.transports.mirror import Mirror
 from dscompile.distributed.transports.rows import RowExchange, Wait
 
 
@@ -32,7 +34,7 @@ class Collectives:
         return bool(wait_tensor(all_reduce(flag.to(torch.int32), "max", self._group)))
 
 
-def connect(group: str) -> Collectives | Mirrored:
+def connect(group: str) -> Collectives | Mirror:
     if dist.get_backend(compat.process_group(group)) == "fake":
-        return Mirrored()
+        return Mirror()
     return Collectives(group)

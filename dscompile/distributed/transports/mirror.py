@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dscompile.distributed.transports.rows import Wait
+from dscompile.distributed.routing import Spec
+from dscompile.distributed.transports.rows import RowExchange, Wait
 
 
 class Mirror:
-    """A `rows.Mover`."""
+    """A `rows.Mover` and, by it, a transport."""
+
+    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, table: Tensor, spec: Spec) -> RowExchange:
+        return RowExchange(x, indices, weights, table, spec, self)
 
     def swap(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Wait:
         return lambda: rows
