@@ -68,7 +68,9 @@ def shard_experts(
     found = dict(expert_modules(model, of))
     if not found:
         raise ValueError(f"{type(model).__name__} has no module with experts; allowed: of=[modules that hold them]")
-    placements = {name: _placement(placement, name, count, ranks.size) for name, (_, count) in found.items()}
+    placements = {
+        name: placement_for(name, _given(placement, name), count, ranks.size) for name, (_, count) in found.items()
+    }
     _check_names(placement, found)
     _check_equal(ranks, placements)
     layers = [_shard(name, module, placements[name], ranks.rank, replicas) for name, (module, _) in found.items()]
@@ -77,10 +79,17 @@ def shard_experts(
     return ShardedExperts(tuple(layers), ranks)
 
 
-def sharded_layers(model: nn.Module) -> list[ExpertLayer]:
-    """The layers of a model that was given to `shard_experts`, in order."""
+def sharded_experts(model: nn.Module, mesh: Any, expert_parallel: str | None = None) -> ShardedExperts:
+    """What `shard_experts` returned for a model, or would have for one that was read with `expert_mesh`.
+
+    Raises:
+        ValueError: its experts are not spread.
+    """
     tensors = [*model.parameters(), *model.buffers()]
-    return list({id(layer): layer for layer in map(layer_of, tensors) if layer is not None}.values())
+    found = {id(layer): layer for layer in map(layer_of, tensors) if layer is not None}
+    if not found:
+        raise ValueError(f"the experts of {type(model).__name__} are not spread, allowed: shard_experts first")
+    return ShardedExperts(tuple(found.values()), ranks_of(mesh, expert_parallel))
 
 
 def expert_modules(
@@ -101,8 +110,16 @@ def _stacks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _placement(given: Any, name: str, experts: int, ranks: int) -> Placement:
-    placement = given.get(name) if isinstance(given, Mapping) else given
+def _given(placement: Placement | Mapping[str, Placement] | None, name: str) -> Placement | None:
+    return placement.get(name) if isinstance(placement, Mapping) else placement
+
+
+def placement_for(name: str, placement: Placement | None, experts: int, ranks: int) -> Placement:
+    """The placement of a layer: the given one, if it fits the numbers, else a contiguous one.
+
+    Raises:
+        PlacementError: it does not fit, or experts do not divide among ranks.
+    """
     if placement is None:
         return Placement.contiguous(experts, ranks)
     if not isinstance(placement, Placement):
@@ -113,6 +130,18 @@ def _placement(given: Any, name: str, experts: int, ranks: int) -> Placement:
             f"experts on the mesh's {ranks} ranks"
         )
     return placement
+
+
+def take_over(model: nn.Module, ranks: Ranks, placement: Placement) -> ShardedExperts:
+    """As `shard_experts`, for a model that was made with this rank's experts only, `placement` in every layer."""
+    layers = []
+    for name, module in model.named_modules():
+        stacks = [tensor for _, tensor in _stacks(module)]
+        if len(stacks) >= 2 and {tensor.shape[0] for tensor in stacks} == {placement.slots_per_rank}:
+            adopt(module, model.get_submodule(name.rpartition(".")[0]), placement)
+            layers.append(ExpertLayer(name, placement, ranks.rank, stacks, False, placement.redundant + 1))
+    _check_equal(ranks, {layer.name: placement for layer in layers})
+    return ShardedExperts(tuple(layers), ranks)
 
 
 def _check_names(given: Any, found: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dscompile.distributed.placement import Placement, PlacementError
+from dscompile.distributed.sharding import placement_for, sharded_experts
 from dscompile.formats import FORMATS
 from dscompile.models.deepseek_v41 import CheckpointError, DeepseekV41Config, DeepseekV41ForCausalLM
 from dscompile.models.deepseek_v41.checkpoint_names import release_name, stored_tensors
@@ -17,6 +19,7 @@ from dscompile.models.deepseek_v41.config_names import FLAT_NAMES
 from dscompile.models.deepseek_v41.engram import EngramTable
 from dscompile.models.deepseek_v41.linear import Linear
 from dscompile.models.deepseek_v41.moe import Experts
+from tests.support.ranks import fake_group
 
 Model = DeepseekV41ForCausalLM
 Make = Callable[..., Model]
@@ -212,3 +215,31 @@ def test_released_tensor_count() -> None:
         names |= {name} if scale is None else {name, stored.scale_name}
     assert len(names) == 93_418 - 40
     assert "layers.14.engram.embed.scale" in names and "layers.39.ffn.experts.383.w2.scale" in names
+
+
+@pytest.mark.parametrize("weights", ["dequantised", "packed"])
+def test_experts_of_one_rank(source: Model, plain: Path, released: Path, weights: str) -> None:
+    """Rank 1 of 4 makes room for its slots alone, replicas included, and reads just those."""
+    experts = source.config.n_routed_experts
+    order = [*range(experts), 2, 5, 5, 1]
+    placement = Placement(tuple(order[i * 5 % len(order)] for i in range(len(order))), experts, 4)
+    folder = plain if weights == "dequantised" else released
+    options = {"dtype": torch.float32, "weights": weights, "token_map": token_map(source), "progress": False}
+    whole = Model.from_pretrained(folder, **options)
+    with fake_group(1, 4) as group:
+        own = Model.from_pretrained(folder, **options, expert_mesh=group, placement=placement)
+        spread = sharded_experts(own, group)
+        assert len(spread.layers) == len(own.layers) and spread.layers[0].name == "layers.0.ffn.experts"
+        assert spread.held_bytes * experts == spread.whole_bytes * placement.slots_per_rank
+        held = torch.tensor(placement.on_rank(1))
+        for mine, theirs in zip(own.layers, whole.layers):
+            for name, tensor in theirs.ffn.experts.named_parameters():
+                assert getattr(mine.ffn.experts, name).equal(tensor[held])
+        rest = {name for name, _ in own.named_parameters() if ".experts.w" not in name}
+        assert all(own.get_parameter(name).equal(whole.get_parameter(name)) for name in rest)
+        with pytest.raises(RuntimeError, match="MoE holds only this rank's experts"):
+            logits(own)
+        with pytest.raises(PlacementError, match="8 experts on 3 ranks"):
+            placement_for("experts", None, experts, 3)
+    with pytest.raises(ValueError, match="not spread, allowed: shard_experts first"):
+        sharded_experts(whole, None)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+@contextlib.contextmanager
+def fake_group(rank: int, ranks: int) -> Iterator[dist.ProcessGroup]:
+    """This process as one rank of a group whose others do not exist: enough to compile, not to run."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
 
 Work = Callable[..., Any]
 

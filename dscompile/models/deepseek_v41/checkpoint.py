@@ -15,11 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dscompile.models.deepseek_v41.checkpoint_names import Stored, ignored_part, stored_tensors
+from dscompile.models.deepseek_v41.checkpoint_names import Stored, held_elsewhere, ignored_part, stored_tensors
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
+from dscompile.models.deepseek_v41.moe import holding
 from dscompile.models.deepseek_v41.token_map import check_token_map, token_map_from_folder
 
 if TYPE_CHECKING:
+    from dscompile.distributed.placement import Placement
     from dscompile.models.deepseek_v41.model import Activations, DeepseekV41ForCausalLM, Weights
 
 log = logging.getLogger("dscompile.models")
@@ -47,6 +49,9 @@ def load(
     token_map: Tensor | None = None,
     progress: bool = True,
     activations: Activations = "plain",
+    expert_mesh: Any = None,
+    expert_parallel: str | None = None,
+    placement: Placement | None = None,
 ) -> DeepseekV41ForCausalLM:
     """The model in `folder`, with a progress bar on stderr unless `progress` is False.
 
@@ -59,6 +64,10 @@ def load(
     `token_map` int64 [vocab_size] gives Engram's compressed id of every token; without it, it is worked out from the
     folder's tokenizer.json (needs the tokenizers package).
 
+    With `expert_mesh`, a DeviceMesh (and its dimension `expert_parallel`) or a process group, only the experts that
+    `placement` gives to this rank are made room for and read; the model then runs as after
+    `dscompile.shard_experts`.
+
     Raises `CheckpointError` with every missing, extra or misshapen tensor, `FileNotFoundError` for a folder without a
     configuration or without tensors, `ValueError` for an invalid configuration.
     """
@@ -69,11 +78,24 @@ def load(
     headers = read_headers(folder)
     tables = [f"layers.{layer}.engram.embed.weight" for layer in config.engram_layer_ids]
     packed_tables = any(headers[name].dtype == "F8_E4M3" for name in tables if name in headers)
-    model = DeepseekV41ForCausalLM(
-        config, dtype, weights, packed_tables=packed_tables, random=False, activations=activations
-    )
+    def make() -> DeepseekV41ForCausalLM:
+        return DeepseekV41ForCausalLM(
+            config, dtype, weights, packed_tables=packed_tables, random=False, activations=activations
+        )
+
+    if expert_mesh is None:
+        model = make()
+    else:
+        from dscompile.distributed.mesh import ranks_of
+        from dscompile.distributed.sharding import placement_for, take_over
+
+        ranks = ranks_of(expert_mesh, expert_parallel)
+        where = placement_for("experts", placement, config.n_routed_experts, ranks.size)
+        with holding(where.on_rank(ranks.rank)):
+            model = make()
+        take_over(model, ranks, where)
     wanted = stored_tensors(model)
-    _check(wanted, headers, folder)
+    _check(wanted, headers, folder, held_elsewhere(model))
     _note_ignored(headers)
     if config.engram_layer_ids:
         found = token_map_from_folder(folder, config) if token_map is None else token_map
@@ -106,7 +128,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
-def _check(wanted: dict[str, Stored], headers: dict[str, Header], folder: Path) -> None:
+def _check(wanted: dict[str, Stored], headers: dict[str, Header], folder: Path, elsewhere: set[str]) -> None:
     missing, wrong, used = [], [], set()
     for name, stored in wanted.items():
         header = headers.get(name)
@@ -131,6 +153,7 @@ def _check(wanted: dict[str, Stored], headers: dict[str, Header], folder: Path) 
             wrong.append(
                 f"{stored.scale_name}: {scale.dtype} {list(scale.shape)}, allowed: F8_E8M0 {list(scale_shape)}"
             )
+    used |= elsewhere
     extra = [name for name in headers if name not in used and ignored_part(name) is None]
     problems = [_listed("missing", missing), _listed("extra", extra), _listed("wrong shape or dtype", wrong)]
     if missing or extra or wrong:

@@ -56,6 +56,17 @@ def release_name(name: str) -> str:
     return ".".join(parts)
 
 
+def held_elsewhere(model: DeepseekV41ForCausalLM) -> set[str]:
+    """Names of the experts that the checkpoint has and `model` leaves to others."""
+    names = set()
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            others = set(range(model.config.n_routed_experts)) - set(module.held)
+            parts = [f"{matrix}.{part}" for matrix in ("w1", "w2", "w3") for part in ("weight", "scale")]
+            names |= {f"{release_name(path)}.{e}.{part}" for e in others for part in parts}
+    return names
+
+
 def stored_tensors(model: DeepseekV41ForCausalLM) -> dict[str, Stored]:
     """Every tensor that `model` wants from a checkpoint, by its name there; scales go with their weights."""
     wanted: dict[str, Stored] = {}
@@ -96,10 +107,10 @@ def _linear(module: Linear, scale_name: str) -> Stored:
 
 
 def _experts(module: Experts, name: str) -> dict[str, Stored]:
-    count, both, hidden = module.shapes["w13"]
+    _, both, hidden = module.shapes["w13"]
     inner = both // 2
     wanted = {}
-    for e in range(count):
+    for e in sorted(set(module.held)):
         for matrix, stack, first, rows, columns in (
             ("w1", "w13", 0, inner, hidden),
             ("w3", "w13", inner, inner, hidden),
@@ -118,16 +129,18 @@ def _expert(module: Experts, stack: str, e: int, first: int, rows: int, columns:
         shapes |= dict.fromkeys(PLAIN, ((rows, columns), None))
 
     def put(x: Tensor, scale: Tensor | None) -> None:
-        target = getattr(module, stack)[e, first : first + rows]
         if module.packed and scale is not None:
-            _copy(target, x.view(torch.uint8))
-            _copy(getattr(module, f"{stack}_scale")[e, first : first + rows], scale)
+            value = x.view(torch.uint8)
         elif scale is None:
-            _copy(target, x)
+            value = x
         elif x.dtype == torch.float8_e4m3fn:
-            _copy(target, dequantise_blocks(x, scale, module.dtype))
+            value = dequantise_blocks(x, scale, module.dtype)
         else:
-            _copy(target, EXPERT_FORMAT.decode(x.view(torch.uint8), scale, columns, module.dtype))
+            value = EXPERT_FORMAT.decode(x.view(torch.uint8), scale, columns, module.dtype)
+        for slot in (slot for slot, expert in enumerate(module.held) if expert == e):
+            _copy(getattr(module, stack)[slot, first : first + rows], value)
+            if module.packed and scale is not None:
+                _copy(getattr(module, f"{stack}_scale")[slot, first : first + rows], scale)
 
     return Stored(shapes, scale_name, put)
 

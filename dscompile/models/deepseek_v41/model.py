@@ -13,7 +13,7 @@ one at any boundary, and a decode step, with the rows of a batch at different po
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,9 @@ from dscompile.models.deepseek_v41.paged import (
 )
 from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
 from dscompile.models.deepseek_v41.rope import compressed_frequencies, rope_table, window_frequencies
+
+if TYPE_CHECKING:
+    from dscompile.distributed.placement import Placement
 
 Weights = Literal["dequantised", "packed"]
 Activations = Literal["plain", "fp8"]
@@ -126,13 +129,17 @@ class DeepseekV41ForCausalLM(nn.Module):
         token_map: Tensor | None = None,
         progress: bool = True,
         activations: Activations = "plain",
+        expert_mesh: Any = None,
+        expert_parallel: str | None = None,
+        placement: Placement | None = None,
     ) -> DeepseekV41ForCausalLM:
         """Read a checkpoint folder; see `checkpoint.load`."""
         from dscompile.models.deepseek_v41.checkpoint import load
 
         return load(
-            folder, dtype=dtype, weights=weights, token_map=token_map, progress=progress, activations=activations
-        )
+            folder, dtype=dtype, weights=weights, token_map=token_map, progress=progress, activations=activations,
+            expert_mesh=expert_mesh, expert_parallel=expert_parallel, placement=placement,
+        )  # fmt: skip
 
     def new_cache(self, batch_size: int, max_tokens: int) -> DeepseekV41Cache:
         """An empty cache for `batch_size` sequences of up to `max_tokens` tokens, where the model's weights are."""

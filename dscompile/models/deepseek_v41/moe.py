@@ -1,5 +1,9 @@
 """The mixture of experts (model_v41 2.9): router, routed experts in a static sorted form, and the shared expert."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,15 +68,30 @@ class Gate(nn.Module):
         self.bias = frozen(config.n_routed_experts, dtype=torch.float32)
 
 
-class Experts(nn.Module):
-    """All routed experts of a layer, stacked: w13 [E, 2I, D] (gate rows, then up rows) and w2 [E, D, I].
+_HELD: ContextVar[tuple[int, ...] | None] = ContextVar("held_experts", default=None)
 
-    `packed` keeps FP4 codes and their scales in memory and dequantises the stack in every forward.
+
+@contextmanager
+def holding(experts: tuple[int, ...]) -> Iterator[None]:
+    """Models made inside have room for these experts only in every layer, in this order."""
+    token = _HELD.set(experts)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer, stacked: w13 [E, 2I, D] (gate rows, then up rows) and w2 [E, D, I].
+
+    `packed` keeps FP4 codes and their scales in memory and dequantises the stack in every forward. `held` names the
+    experts where it is not all of them (`holding`).
     """
 
     def __init__(self, config: DeepseekV41Config, dtype: torch.dtype, packed: bool) -> None:
         super().__init__()
-        experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.held = _HELD.get() or tuple(range(config.n_routed_experts))
+        experts, hidden, inner = len(self.held), config.hidden_size, config.moe_intermediate_size
         self.dtype, self.packed, self.round_activations = dtype, packed, False
         self.shapes = {"w13": (experts, 2 * inner, hidden), "w2": (experts, hidden, inner)}
         for name, (_, rows, columns) in self.shapes.items():
