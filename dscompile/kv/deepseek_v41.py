@@ -109,7 +109,7 @@ class PagedModel:
             raise ValueError(f"cache of model {cache.layout.model}, allowed: {wanted}, the model's own")
         self.model, self.cache, self.rows = model, cache, rows
         self.columns = cache.layout.pages_for(max_tokens)
-        self.forward: Forward = forward or model
+        self.forward: Forward = model if forward is None else forward
 
     @torch.no_grad()
     def prefill(

@@ -1,4 +1,4 @@
-"""Cases from public failure reports (docs/cases.md), in paged form."""
+"""Cases R04, R05, R07, R08, R09, R12, R13 and R16 of public failure reports (docs/cases.md), in paged form."""
 
 from collections.abc import Callable, Sequence
 
