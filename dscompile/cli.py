@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import logging
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dscompile import __version__, compat, kernel_commands, plan_commands
+from dscompile.command_errors import errors_in_one_line, failures_of_the_model
 from dscompile.targets import TARGETS, UnsupportedTargetError, detect_target
 
 app = typer.Typer(
@@ -56,6 +54,11 @@ def explain(
     strict: Annotated[bool, typer.Option(help="Fail if something was not recognised.")] = False,
     inductor: Annotated[bool, typer.Option(help="Compile with Inductor too, instead of only rewriting.")] = False,
     verify: Annotated[bool, typer.Option(help="Compare the rewritten graph with the original.")] = False,
+    schedule: Annotated[
+        bool,
+        typer.Option(help="Spread the experts over ranks that need not exist; draw what runs while tokens travel."),
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks, for --schedule.")] = 8,
     dump_dir: Annotated[Path | None, typer.Option(help="Folder for the graph before and after every pass.")] = None,
     form: Annotated[Form, typer.Option("--format", help="What to print.")] = Form.text,
     output: Annotated[Path | None, typer.Option(help="A file to write instead of printing.")] = None,
@@ -64,8 +67,9 @@ def explain(
     from dscompile.explaining import explain as explain_call
     from dscompile.options import Options
     from dscompile.subjects import load_call
+    from dscompile.timelines import as_text, draw, spread_over
 
-    options = {
+    options: dict[str, Any] = {
         "target": target,
         "disable": tuple(disable or ()),
         "strict": strict,
@@ -73,16 +77,17 @@ def explain(
         "verify": verify,
         "dump_dir": dump_dir,
     }
-    with _errors_in_one_line():
+    with errors_in_one_line():
         Options.from_user(options)
         with err.status(f"building {subject}"):
             function, args, kwargs = load_call(subject, tokens)
-        with err.status(f"compiling {subject}"), _failures_of_the_model(subject):
-            collected = explain_call(function, *args, options=options, **kwargs)
+        with err.status(f"compiling {subject}"), failures_of_the_model(subject), spread_over(ranks * schedule) as mesh:
+            collected = explain_call(function, *args, options={**options, "mesh": mesh}, **kwargs)
     if form is Form.text and output is None:
-        out.print(collected.render())
+        out.print(draw(collected) if schedule else collected.render())
     else:
-        text = {Form.text: collected.__str__, Form.json: collected.to_json, Form.html: collected.to_html}[form]()
+        plain = functools.partial(as_text, draw(collected)) if schedule else collected.__str__
+        text = {Form.text: plain, Form.json: collected.to_json, Form.html: collected.to_html}[form]()
         _deliver(text, output)
     if not collected.graphs:
         raise typer.Exit(1)
@@ -208,28 +213,28 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 @app.command()
 @functools.wraps(kernel_commands.build)
 def build(*args: Any, **kwargs: Any) -> None:
-    with _errors_in_one_line():
+    with errors_in_one_line():
         kernel_commands.build(*args, **kwargs)
 
 
 @app.command()
 @functools.wraps(kernel_commands.inspect)
 def inspect(*args: Any, **kwargs: Any) -> None:
-    with _errors_in_one_line():
+    with errors_in_one_line():
         kernel_commands.inspect(*args, **kwargs)
 
 
 @app.command()
 @functools.wraps(kernel_commands.tune)
 def tune(*args: Any, **kwargs: Any) -> None:
-    with _errors_in_one_line():
+    with errors_in_one_line():
         kernel_commands.tune(*args, **kwargs)
 
 
 @app.command()
 @functools.wraps(plan_commands.plan)
 def plan(*args: Any, **kwargs: Any) -> None:
-    with _errors_in_one_line():
+    with errors_in_one_line():
         plan_commands.plan(*args, **kwargs)
 
 
@@ -241,56 +246,6 @@ def _deliver(text: str, output: Path | None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     err.print(f"wrote {output}")
-
-
-@contextlib.contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Prints what the user can mend (a wrong option, a missing extra, a strict miss) without a stack, exit status 2."""
-    try:
-        yield
-    except Exception as error:
-        for cause in _causes(error):
-            if type(cause).__module__.startswith("dscompile."):
-                err.print(
-                    f"{type(cause).__name__}: {cause}", style="red", markup=False, highlight=False, soft_wrap=True
-                )
-                raise typer.Exit(2) from None
-        raise
-
-
-class ModelFailure(RuntimeError):
-    """The user's model raised while it was captured or run."""
-
-
-@contextlib.contextmanager
-def _failures_of_the_model(subject: str) -> Iterator[None]:
-    """One line for what the model itself raises; DSCOMPILE_TRACEBACK=1 shows the whole stack."""
-    before = logging.root.manager.disable
-    if not os.environ.get("DSCOMPILE_TRACEBACK"):
-        logging.disable(logging.ERROR)  # torch logs a stack of its own before it raises
-    try:
-        yield
-    except Exception as error:
-        ours = any(type(cause).__module__.startswith("dscompile.") for cause in _causes(error))
-        if ours or os.environ.get("DSCOMPILE_TRACEBACK"):
-            raise
-        places = [line.strip() for line in str(error).splitlines() if line.strip().startswith("File ")]
-        cause = [*_causes(error)][-1]
-        said = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}".rstrip(": ")
-        hint = "run it eagerly to find out more, or set DSCOMPILE_TRACEBACK=1 for the whole stack"
-        where = f" ({places[-1]})" if places else ""
-        raise ModelFailure(f"{subject} failed when it was called{where}: {said}; {hint}") from error
-    finally:
-        logging.disable(before)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it came from; Dynamo wraps what a backend raises."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 if __name__ == "__main__":

@@ -175,7 +175,9 @@ def _due(order: nx.DiGraph, depth: dict[Node, int], exchanges: set[Node]) -> dic
             depth[user] if user in exchanges or depth[user] > depth[node] else due[user]
             for user in order.successors(node)
         )  # fmt: skip
-        due[node] = min(needs, default=depth[node])
+        # What is written back stays at the end where it can, where Inductor looks for it.
+        last = len(order) if node.target is torch.ops.aten.copy_.default else depth[node]
+        due[node] = min(needs, default=last)
     return due
 
 

@@ -23,6 +23,7 @@ from dscompile.passes.timeline import Cover, Row, Schedule
 KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 _TRIVIAL = LAYOUT | {SLICE, SELECT, operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.as_strided.default}
+_TRIVIAL |= {torch.ops.aten.copy_.default}  # ends what is done in place
 Place = tuple[Node | None, Node]  # a node, and the region call that runs it
 
 
