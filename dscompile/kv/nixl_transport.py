@@ -59,8 +59,7 @@ class NixlTransport(MessageTransport):
 
     def connect(self, metadata: bytes) -> None:
         """Know the other side."""
-        peer = self._agent.add_remote_agent(metadata)
-        self._peer = peer.decode() if isinstance(peer, bytes) else peer
+        self._peer = _text(self._agent.add_remote_agent(metadata))
 
     def write(self, message: bytes, timeout: float) -> None:
         """Offer it, and wait until it was read."""
@@ -117,10 +116,17 @@ class NixlTransport(MessageTransport):
     def _wait(self, found: Any, timeout: float, what: str) -> bytes:
         deadline, peer = time.monotonic() + timeout, self._other()
         while True:
-            self._notes += self._agent.get_new_notifs().get(peer, [])
+            for sender, notes in self._agent.get_new_notifs().items():
+                if _text(sender) == peer:
+                    self._notes += notes
             note = found()
             if note is not None:
                 return bytes(note)
             if time.monotonic() > deadline:
                 raise TransferError(f"{peer} {what} for {timeout:.3g} s")
             time.sleep(_POLL_SECONDS)
+
+
+def _text(name: str | bytes) -> str:
+    """Names of agents come as either."""
+    return name.decode() if isinstance(name, bytes) else name

@@ -9,6 +9,7 @@ from dscompile.formats import FORMATS
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.deepseek_v41 import cache_layout, model_fingerprint, paged_cache
 from dscompile.kv.layout import CacheLayout, PoolSpec
+from dscompile.kv.pages import OutOfPages
 from dscompile.models.deepseek_v41 import DeepseekV41Config, DeepseekV41ForCausalLM
 from support.paged import fill, row_of, tiny_layout
 
@@ -89,9 +90,27 @@ def test_batch_tensors() -> None:
     assert cache.batch([a], 4).table[0, 2:].tolist() == [-1, -1]
 
 
-def test_extending_several_is_all_or_nothing() -> None:
-    from dscompile.kv.pages import OutOfPages
+def test_nothing_is_left_of_a_thousand_requests() -> None:
+    """Neither pages nor what the cache notes about requests."""
+    cache, live = PagedCache(tiny_layout(), requests=5, token_pages=30), []
+    for turn in range(1000):
+        if len(live) == 5:
+            cache.close(live.pop(turn % 5))
+        number = cache.open(1 + turn % 11 + turn % 3, [turn % 3] * (1 + turn % 11))
+        cache.extend([number], [1 + turn % 19])
+        cache.commit(number, cache.room(number))
+        if turn % 2:
+            cache.publish(number, [turn % 3] * (1 + turn % 11))
+        else:
+            cache.commit(number, max(1, cache.request(number).shared))
+            cache.shrink(number)
+        live.append(number)
+    for number in live:
+        cache.close(number)
+    assert cache.pages.used_bytes == 0 and not cache.pages.requests and not cache._tables and not cache._published
 
+
+def test_extending_several_is_all_or_nothing() -> None:
     cache = PagedCache(tiny_layout(), requests=2, token_pages=4)
     a, b = cache.open(4), cache.open(4)
     with pytest.raises(OutOfPages):

@@ -4,7 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
+from dscompile.models.deepseek_v41.plan import (
+    Pages,
+    clean_positions,
+    page_rows,
+    plan_groups,
+    plan_window,
+    plan_window_rows,
+)
 
 MAX_TOKENS = 40
 
@@ -91,3 +98,46 @@ def test_a_single_token_reads_the_ring_behind_its_own_store(rows: list[tuple[int
             assert row == [p if p >= 0 else -1 for p in range(position - width + 1, position + 1)]
     chunk = positions_of(rows, 3)
     assert torch.equal(plan_window_rows(chunk, width).read, plan_window(chunk, width).read)
+
+
+@settings(max_examples=60)
+@given(ROWS, st.integers(1, 12), st.integers(1, 9), st.integers(0, 4), st.data())
+def test_pages(rows: list[tuple[int, int]], length: int, width: int, spare: int, data: st.DataObject) -> None:
+    """In pages, the plan is that of the batch's order with another place for every ring; no page, no place."""
+    positions, batch = positions_of(rows, length), len(rows)
+    number = data.draw(st.lists(st.integers(-1, 8), min_size=batch, max_size=batch, unique=True))
+    run = width + spare
+    pages = Pages(torch.tensor(number), run, 9 * run)
+    for plan in (plan_window, plan_window_rows):
+        got, plain = plan(positions, width, pages), plan(positions, width, Pages(torch.arange(batch), run, batch * run))
+        for b, page in enumerate(number):
+            for mine, theirs in zip(
+                (got.read[b], got.write.view(batch, -1)[b]), (plain.read[b], plain.write.view(batch, -1)[b])
+            ):
+                stored = (theirs != batch * run) & (page >= 0)
+                assert mine.equal(torch.where(stored, theirs - b * run + page * run, 9 * run))
+        if not spare:
+            dense = plan(positions, width)
+            assert plain.read.equal(dense.read) and plain.write.equal(dense.write)
+
+
+@settings(max_examples=60)
+@given(ROWS, st.integers(1, 12), st.integers(1, 4), st.data())
+def test_groups_in_pages(rows: list[tuple[int, int]], length: int, ratio: int, data: st.DataObject) -> None:
+    positions, batch = positions_of(rows, length), len(rows)
+    per_page = data.draw(st.integers(1, 4))
+    columns = -(-MAX_TOKENS // ratio) // per_page + 1
+    table = torch.tensor(data.draw(st.permutations(range(batch * columns)))).view(batch, columns)
+    table[-1, columns // 2 :] = -1
+    start = torch.tensor(data.draw(st.lists(st.integers(0, 20), min_size=batch, max_size=batch)))
+    scratch = batch * columns * per_page
+    places = page_rows(table, per_page, scratch)
+    capacity = columns * per_page
+    got = plan_groups(positions, ratio, capacity, places, scratch, start)
+    plain = plan_groups(positions, ratio, capacity)
+    assert got.members.equal(plain.members) and got.start.equal(plain.start)
+    for b in range(batch):
+        for mine, dense, first in zip(got.write.view(batch, -1)[b], plain.write.view(batch, -1)[b], got.start[b]):
+            group = int(dense) - b * capacity
+            page = int(table[b, group // per_page]) if dense < batch * capacity and first >= start[b] else -1
+            assert int(mine) == (page * per_page + group % per_page if page >= 0 else scratch)
