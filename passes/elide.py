@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.fx import GraphModule, Node
 
+from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
 from dscompile.passes.elision import Elision
 from dscompile.passes.engine.fxutil import bound_args, emit, evaluate, fake_mode, set_val
 from dscompile.passes.engine.graphs import find
-from dscompile.passes.liveness import ATTENTION, STORES, GraphNeeds, Liveness
+from dscompile.passes.liveness import ATTENTION, GraphNeeds, Liveness
 from dscompile.passes.regions import HOP, is_region_call, redirect_call, region_calls, region_module, region_operands
 from dscompile.passes.shorten import Shortener, aten, erase_unused, shortened_region
 from dscompile.passes.tail import Tails
@@ -64,6 +65,9 @@ def elide(gm: GraphModule, mode: str, tail: int | None, label: Label) -> Elision
     needed, window = found.tokens(), liveness.window
     if not _layers_among(found):
         return Elision(mode, reason=_why_nothing(found, label))
+    if unproven := why_not_contiguous(positions):
+        return Elision(mode, reason=unproven)
+    layers, partial = _layers(found, label, liveness.sizes)
     if mode == "bounded":
         tail = window if tail is None else tail
         if tail < window:
@@ -73,7 +77,6 @@ def elide(gm: GraphModule, mode: str, tail: int | None, label: Label) -> Elision
     longest = found.tokens()
     if not bool(length > longest):  # the guard
         return Elision(mode, None, needed, window, reason=f"prompts of up to {longest} tokens need all of them")
-    layers, partial = _layers(found, label, liveness.sizes)
     writer = _Writer(gm, found, Tails(positions, batch), clip=longest < needed)
     writer.write()
     return Elision(mode, longest, needed, window, layers, partial, exact=longest >= needed)
@@ -81,8 +84,6 @@ def elide(gm: GraphModule, mode: str, tail: int | None, label: Label) -> Elision
 
 def _positions(gm: GraphModule) -> Node | str:
     """The one tensor of positions that every attention takes, or what is wrong with it."""
-    from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
-
     found = {bound_args(node)["q_pos"]: None for node in find(gm.graph, ATTENTION)}
     for call in region_calls(gm):
         region = region_module(gm, call)
@@ -93,8 +94,7 @@ def _positions(gm: GraphModule) -> Node | str:
         return "no attention was recognised"
     if len(found) > 1:
         return "attention takes positions from several places"
-    positions = next(iter(found))
-    return why_not_contiguous(positions) or positions
+    return next(iter(found))
 
 
 def _layers_among(found: GraphNeeds) -> bool:
@@ -113,9 +113,10 @@ def _layers(found: GraphNeeds, label: Label, sizes: TokenSizes) -> tuple[dict[st
     """Layer -> tokens that it depends on, in order; and the layers of which a part runs on all tokens."""
     layers: dict[str, int] = {}
     for node in sorted(found.rows):
-        of_layer = node in found.calls or node.target is ATTENTION or node.target in STORES
-        if of_layer and (name := label(node)):
-            layers[name] = max(layers.get(name, 0), found.runs[node])
+        if (node in found.calls or node.target is ATTENTION) and (name := label(node)):
+            window = found.windows.get(node)
+            rows = found.needs[window.chunk] if window else None
+            layers[name] = max(layers.get(name, 0), found.runs[node], rows.tokens if rows else 0)
     on_all = [node for node in found.needs if node not in found.rows and sizes.lead_of(node.meta.get("val"))]
     whole = {label(node) for node in on_all if node.op == "call_function" and found.needs[node] is None}
     return layers, tuple(name for name in layers if name in whole)

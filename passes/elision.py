@@ -11,7 +11,7 @@ class Elision:
 
     mode: "exact" or "bounded", as asked for. tail: tokens per sequence that these layers run on; None where nothing was
     left out, and `reason` says why. needed: tokens per sequence that an exact result takes. window: rows of the widest
-    ring that decoding reads. layers: layer -> tokens of each sequence that what it hands on and stores depends on. A
+    ring that decoding reads. layers: layer -> tokens of each sequence that its part of an exact result takes. A
     layer that runs on all tokens in part (to store rows of all of them) is in `partial` too. exact: whether logits and
     caches equal those of a run over all tokens.
     """

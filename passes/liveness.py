@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dscompile.passes.engine.fxutil import bound_args
-from dscompile.passes.engine.optable import is_pure
+from dscompile.passes.engine.optable import is_pure, op_name
 from dscompile.passes.regions import is_region_call, region_module, region_operands, region_results
 from dscompile.passes.token_rows import TokenSizes, row_inputs
 from dscompile.passes.token_windows import Place, WindowRows, kept_tokens, window_rows
@@ -114,7 +114,7 @@ class Liveness:
             return self._attention(node, need, found, place)
         rows = row_inputs(node, need.lead, self.sizes) if is_pure(node.target) else None
         if rows is None:
-            return self._all(found, node, "not known to work token by token")
+            return self._all(found, node, f"{op_name(node.target)} is not known to work token by token")
         self._rows(found, node, rows, need.tokens)
 
     def _rows(self, found: GraphNeeds, node: Node, rows: dict[Node, int], tokens: int) -> None:

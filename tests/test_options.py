@@ -23,7 +23,15 @@ CHANGED = {
     "share": False,
     "lower": False,
     "report": "report.json",
+    "role": "prefill",
+    "elide": "bounded",
+    "elide_tail": 128,
     "inductor_options": {"max_autotune": True},
+}
+# What a field is only allowed with.
+NEEDS: dict[str, dict[str, object]] = {
+    "elide": {"role": "prefill"},
+    "elide_tail": {"role": "prefill", "elide": "bounded"},
 }
 NOT_KEYED = {"dump_dir", "report"}
 
@@ -81,6 +89,12 @@ def test_inductor_names_may_have_dashes():
         ({"inductor_options": {"max_autotun": True}}, ["'max_autotun'", "True", "did you mean 'max_autotune'"]),
         ({"inductor": False, "inductor_options": {"debug": True}}, ["'inductor_options'", "'debug'", "'inductor'"]),
         ([("strict", True)], ["[('strict', True)]", "dict"]),
+        ({"role": "prefil"}, ["'role'", "'prefil'", "prefill, decode, mixed", "did you mean 'prefill'"]),
+        ({"role": "prefill", "elide": "all"}, ["'elide'", "'all'", "exact, bounded"]),
+        ({"role": "decode", "elide": "exact"}, ["'elide'", "'exact'", "'decode'", "allowed: the role 'prefill'"]),
+        ({"role": "prefill", "elide": "bounded", "elide_tail": 0}, ["'elide_tail'", "0 (int)", ">= 1"]),
+        ({"role": "prefill", "elide": "exact", "elide_tail": 9}, ["'elide_tail'", "9", "elide='bounded'"]),
+        ({"role": "prefill", "elide": "exact", "verify": True}, ["'verify'", "'exact'", "one of them"]),
     ],
 )
 def test_errors_name_the_option_the_value_and_what_is_allowed(given_options: object, words: list[str]):
@@ -110,13 +124,14 @@ def test_unknown_pass_names():
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_each_field_changes_the_key_unless_it_only_names_an_output(name: str):
-    changed = Options(**{name: CHANGED[name]})
-    assert (changed.cache_key() == Options().cache_key()) == (name in NOT_KEYED)
+    needed = NEEDS.get(name, {})
+    changed = Options.from_user({**needed, name: CHANGED[name]})
+    assert (changed.cache_key() == Options.from_user(needed).cache_key()) == (name in NOT_KEYED)
 
 
 @given(st.permutations(sorted(CHANGED)), st.permutations(["a", "b", "c"]))
 def test_key_does_not_depend_on_order(order: list[str], passes: list[str]):
-    values = {**CHANGED, "inductor": True, "disable": passes}
+    values = {**CHANGED, "inductor": True, "verify": False, "disable": passes}
     settings = [("max_autotune", True), ("debug", False), ("cpp.threads", 2)]
     straight = Options.from_user({**values, "inductor_options": dict(settings)})
     shuffled = Options.from_user({**{n: values[n] for n in order}, "inductor_options": dict(reversed(settings))})
