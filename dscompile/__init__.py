@@ -1,7 +1,8 @@
 """dscompile: a torch.compile backend that recognises DeepSeek-V4 and V4.1 mathematics.
 
 `torch.compile(model, backend="dsv4")` needs no import of this package. What is here is for looking inside:
-`explain`, `collect`, `last_report`, `mark_regions` and `Options`; and `shard_experts` for experts spread over ranks.
+`explain`, `collect`, `last_report`, `mark_regions` and `Options`; and `shard_experts` and `mark_batch` for experts
+spread over ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dscompile.distributed.sharding import shard_experts
     from dscompile.explaining import explain
+    from dscompile.halves import mark_batch
     from dscompile.options import Options
     from dscompile.regions import mark_regions
     from dscompile.report import Report, collect, last_report
 
-__all__ = ["Options", "Report", "collect", "explain", "last_report", "mark_regions", "shard_experts"]
+__all__ = ["Options", "Report", "collect", "explain", "last_report", "mark_batch", "mark_regions", "shard_experts"]
 
 _HOME = {
     "Options": "options",
@@ -26,6 +28,7 @@ _HOME = {
     "collect": "report",
     "explain": "explaining",
     "last_report": "report",
+    "mark_batch": "halves",
     "mark_regions": "regions",
     "shard_experts": "distributed.sharding",
 }

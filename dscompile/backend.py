@@ -14,7 +14,9 @@ import torch
 from torch import fx
 
 from dscompile import capture, report
+from dscompile.halves import halved, marked_inputs
 from dscompile.options import Options
+from dscompile.passes.halving import Unsplittable, check_writes
 from dscompile.passes.schedule import KEEP_ORDER
 from dscompile.rewriting import Snapshots, rewrite
 from dscompile.verify import checked, copy_graph
@@ -51,6 +53,20 @@ def dsv4(
     if capture.needs_gradients(example_inputs):
         return _leave_unchanged(gm, example_inputs, settings, entry)
     capture.specialise_module_floats(gm)
+    if settings.micro_batches == 2:
+        try:
+            return _compile_graph(halved(gm), example_inputs, settings, entry, marked_inputs(gm))
+        except Unsplittable as reason:
+            entry = report.GraphReport(entry.name, entry.inputs, entry.nodes_before)
+            entry.notes.append(f"the batch is not split: {reason}")
+    return _compile_graph(gm, example_inputs, settings, entry)
+
+
+def _compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options, entry: report.GraphReport,
+    marked: Sequence[bool] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """marked: which inputs are cut in a graph of both halves of a batch; None for any other graph."""
     names, values = capture.placeholder_names(gm), capture.placeholder_values(gm)
     started = time.perf_counter()
 
@@ -59,7 +75,9 @@ def dsv4(
         began = time.perf_counter()
         original = copy_graph(graph) if settings.verify else None
         snapshots = Snapshots(keep=settings.verify)
-        rewrite(graph, names, settings, entry, snapshots, values)
+        if marked is not None:
+            check_writes(graph, names, marked)
+        rewrite(graph, names, settings, entry, snapshots, values, halves=1 if marked is None else 2)
         _warn_of_gaps(entry)
         entry.rewrite_seconds = time.perf_counter() - began
         run = _compile(graph, inputs, settings, entry)

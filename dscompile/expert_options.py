@@ -17,6 +17,7 @@ PAYLOADS = ("auto", "plain", "fp8")
 _NEED_MESH = {
     "expert_parallel": None, "expert_exchange": None, "expert_capacity": None, "expert_overflow": "error",
     "expert_payload": "auto", "expert_transport": "collectives", "expert_load": False,
+    "micro_batches": 1,
 }  # fmt: skip
 
 
@@ -63,6 +64,10 @@ def _flag(name: str, value: Any) -> bool:
     return value if isinstance(value, bool) else reject(name, value, "True or False")
 
 
+def _halves(name: str, value: Any) -> int:
+    return value if type(value) is int and value in (1, 2) else reject(name, value, "1 or 2")
+
+
 EXPERT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mesh": _mesh,
     "expert_parallel": _text,
@@ -72,6 +77,7 @@ EXPERT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "expert_payload": _one_of(PAYLOADS),
     "expert_transport": _transport,
     "expert_load": _flag,
+    "micro_batches": _halves,
 }
 
 
@@ -88,6 +94,8 @@ def check_experts(options: Options) -> None:
             "option 'verify' is True with the option 'mesh'; allowed: one of them (the graph before rewriting has just "
             "this rank's experts, so there is nothing to compare with)"
         )
+    if options.micro_batches == 2 and options.elide is not None:
+        reject("micro_batches", 2, f"1 with the option 'elide' ({options.elide!r})")
     padded = form_of(options) == "padded"
     if padded and options.expert_capacity is None:
         raise OptionError(

@@ -51,6 +51,7 @@ class Options:
         experts round their inputs to it anyway.
     expert_transport: a name in `dscompile.distributed.transports.TRANSPORTS`.
     expert_load: count the tokens of every expert, for balancing.
+    micro_batches: 2 cuts the batch into halves, one of which computes while the other's tokens travel; 1 does not.
     inductor_options: settings for Inductor (names of `torch._inductor.config`), as `torch.compile(options=...)` takes
         them with the default backend.
     """
@@ -75,6 +76,7 @@ class Options:
     expert_payload: str = "auto"
     expert_transport: str = "collectives"
     expert_load: bool = False
+    micro_batches: int = 1
     inductor_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -20,9 +20,11 @@ _OWN = ("mesh", "dump_dir", "report")  # may differ between ranks
 
 def spread_experts(
     graph: fx.GraphModule, names: Sequence[str], values: Sequence[Any], options: Options, target: Target | None,
-    entry: GraphReport,
+    entry: GraphReport, halves: int = 1,
 ) -> None:  # fmt: skip
     """Runs the pass if the option `mesh` asks for it.
+
+    halves: into how many parts the batch of this graph is split.
 
     Raises:
         ExpertParallelError: as the pass; or the model holds only this rank's experts and the option is not there.
@@ -37,7 +39,7 @@ def spread_experts(
     form = Form(
         (options.expert_capacity or 0) if form_of(options) == "padded" else 0, options.expert_overflow,
         options.expert_payload, options.expert_transport, options.expert_load,
-        agreement.announce(_facts(options, target)),
+        agreement.announce(_facts(options, target)), empty_half=halves < options.micro_batches,
     )  # fmt: skip
     result = ExpertParallel(expert_ranks(options), values, names, form).run(graph, PassContext(options))
     entry.exchanges = list(result.notes)

@@ -22,10 +22,12 @@ from dscompile.passes.engine import PassContext, PassResult
 from dscompile.passes.engine.fxutil import layer_name
 from dscompile.passes.engine.graphs import subgraphs
 from dscompile.passes.fusing import fusing_pipeline
+from dscompile.passes.interleave import interleave
 from dscompile.passes.regions import functionalise_writes, region_calls, region_module, restore_region_mutation
 from dscompile.passes.schedule import schedule, timeline
 from dscompile.passes.share import hoist_shared
 from dscompile.passes.shared_rows import DecodeInFront
+from dscompile.passes.stages import layer_of_stage
 from dscompile.report import GraphReport, Lowering, Match, Miss, PassTiming
 from dscompile.targets import Target, UnsupportedTargetError, detect_target, get_target
 from dscompile.verify import copy_graph
@@ -55,7 +57,7 @@ class Snapshots:
 
 def rewrite(
     graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots,
-    input_values: Sequence[Any] = (),
+    input_values: Sequence[Any] = (), halves: int = 1,
 ) -> None:  # fmt: skip
     """Rewrites `graph` in place and fills `entry`.
 
@@ -64,13 +66,15 @@ def rewrite(
         input_names: the user's name of every placeholder, see `capture.placeholder_names`.
         input_values: the user's parameters and buffers among them, see `capture.placeholder_values`; for experts that
             are spread over ranks.
+        halves: 2 for a graph of `halves.halved`.
 
     Raises:
+        Unsplittable: the halves of such a graph cannot be interleaved.
         StrictError, ExpertParallelError: see there.
     """
     options.check_passes((*pass_names(), *STEPS))
     entry.nodes_before = count_nodes(graph)
-    labels = layer_labels(graph, input_names)
+    labels = {region: list(dict.fromkeys(names)) for region, names in layer_labels(graph, input_names).items()}
     entry.regions = len({region_module(graph, call) for call in region_calls(graph)})
     entry.region_calls = len(region_calls(graph))
     dump = _Dump(options.dump_dir, entry.name, graph)
@@ -91,7 +95,7 @@ def rewrite(
         entry.elision = elide(graph, options.elide, options.elide_tail, _labeller(graph, input_names))
         dump.write("elide", graph)
         snapshots.take("elide", graph)
-    spread_experts(graph, input_names, input_values, options, target, entry)
+    spread_experts(graph, input_names, input_values, options, target, entry, halves)
     snapshots.take("expert_parallel", graph)
     if target is not None and target.device_type != "cpu" and "fuse" not in options.disable:
         fusing_pipeline().run(graph, PassContext(options), hook=after)
@@ -110,11 +114,14 @@ def rewrite(
         dump.write("lower", graph)
         snapshots.take("lower", graph)
     if entry.exchanges:
+        label = _labeller(graph, input_names)
+        if halves == 2:
+            interleave(graph, label)
         if "schedule" not in options.disable:
             schedule(graph)
             dump.write("schedule", graph)
             snapshots.take("schedule", graph)
-        entry.schedule = timeline(graph, _labeller(graph, input_names))
+        entry.schedule = timeline(graph, lambda node: layer_of_stage(node) or label(node))
     entry.nodes_after = count_nodes(graph)
 
 

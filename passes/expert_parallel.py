@@ -39,7 +39,10 @@ class ExpertParallelError(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`."""
+    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`.
+
+    empty_half: other ranks may run the batch in two halves and exchange twice: so does this one, without tokens.
+    """
 
     capacity: int = 0
     overflow: str = "error"
@@ -47,6 +50,7 @@ class Form:
     transport: str = "collectives"
     load: bool = False
     agreed: str = ""
+    empty_half: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class ExpertParallel:
                     f"{name}: its experts are spread over {layer.placement.ranks} ranks but were not recognised in "
                     "the graph, so this rank's share would be taken for all; print(dscompile.last_report()) says why"
                 )
-        return PassResult(self.name, notes=tuple(sorted(notes)), seconds=time.perf_counter() - start)
+        return PassResult(self.name, notes=tuple(sorted(set(notes))), seconds=time.perf_counter() - start)
 
     def _layers(
         self, gm: GraphModule, sub: Subgraph, node: Node, known: Mapping[Node, tuple[Any, str]]
@@ -179,21 +183,31 @@ def _rewrite(
     def add(target: Any, *args: Any) -> Node:
         return emit(graph, target, args, like=node, mode=mode)
 
-    with graph.inserting_before(node):
-        ticket = add(
-            ep.dispatch.default, x, indices, weights, table, load, None, ranks.group, ranks.size, slots, form.capacity,
+    def send(tokens: tuple[Node, Node, Node], counted: Node | None, after: Node | None) -> Node:
+        return add(
+            ep.dispatch.default, *tokens, table, counted, after, ranks.group, ranks.size, slots, form.capacity,
             form.overflow, payload_of(form, node), form.transport, form.agreed,
         )  # fmt: skip
-        arrived = add(ep.dispatch_wait.default, ticket, x, indices, weights, ranks.size, form.capacity, form.overflow)
+
+    def run(ticket: Node, tokens: tuple[Node, Node, Node], after: Node | None) -> Node:
+        arrived = add(ep.dispatch_wait.default, ticket, *tokens, ranks.size, form.capacity, form.overflow)
         rows, wanted, shares = (add(operator.getitem, arrived, i) for i in range(3))
         local = dict(given, x=rows, indices=wanted, weights=shares, out_dtype=x.meta["val"].dtype)
         if layer.whole:
             for name in _OPS[node.target]:  # type: ignore[index]
                 first = layer.rank * slots
                 local[name] = add(aten.slice.Tensor, given[name], 0, first, first + slots)
-        sums = add(node.target, *local.values())
-        back = add(ep.combine.default, ticket, sums, None)
-        out = add(ep.combine_wait.default, back, x, given["out_dtype"])
+        return add(ep.combine.default, ticket, add(node.target, *local.values()), after)
+
+    with graph.inserting_before(node):
+        tokens, none = (x, indices, weights), None
+        ticket = send(tokens, load, None)
+        if form.empty_half:
+            none = tuple(add(aten.slice.Tensor, value, 0, 0, 0) for value in tokens)
+            second = send(none, None, ticket)  # type: ignore[arg-type]
+        back = run(ticket, tokens, second if none else None)
+        rest = [add(ep.combine_wait.default, run(second, none, back), none[0], given["out_dtype"])] if none else None
+        out = add(ep.combine_wait.default, back, x, given["out_dtype"], rest)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,7 +132,7 @@ def list_schedule(gm: GraphModule, order: nx.DiGraph) -> list[Node]:
         if is_start[node]:
             heapq.heappush(ready["start"], (number[node], node))
         elif is_wait[node]:
-            begun = max((done[source] for source in order.predecessors(node) if starts(gm, source)), default=-1)
+            begun = max((done[start] for start in _begun(gm, node)), default=-1)
             heapq.heappush(ready["wait"], (begun, number[node], node))
         else:
             heapq.heappush(ready["work"], (due[node], number[node], node))
@@ -148,6 +149,13 @@ def list_schedule(gm: GraphModule, order: nx.DiGraph) -> list[Node]:
             if not missing[user]:
                 offer(user)
     return list(done)
+
+
+def _begun(gm: GraphModule, wait: Node) -> list[Node]:
+    """The starts whose results a wait takes."""
+    found = list(wait.all_input_nodes)
+    found += [source for item in found if item.target is operator.getitem for source in item.all_input_nodes]
+    return [node for node in found if starts(gm, node)]
 
 
 def _next(ready: dict[str, list[tuple[Any, ...]]], depth: dict[Node, int]) -> str:

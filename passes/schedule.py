@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dscompile.passes.engine.fxutil import bound_args
 from dscompile.passes.engine.graphs import subgraphs, users_through_views
 from dscompile.passes.engine.optable import LAYOUT, SELECT, SLICE
+from dscompile.passes.halving import half_of
 from dscompile.passes.ordering import PAIRS, STARTS, WAITS, dependencies, has_exchanges, list_schedule, reorder
 from dscompile.passes.regions import HOP, is_region_call, region_calls, region_module, region_operands
 from dscompile.passes.timeline import Cover, Row, Schedule
@@ -50,7 +52,9 @@ def _hold(gm: GraphModule) -> None:
             work = {n for n in between if is_work(n)}
             results = [n for n in between if _is_result(n, work) and not work & set(users_through_views(n, _TRIVIAL))]
             if results:
-                node.kwargs = {**node.kwargs, "after": results}
+                given = bound_args(node)
+                before = given.pop("after") or ()
+                node.args, node.kwargs = tuple(given.values()), {"after": [*before, *results]}
     gm.recompile()
 
 
@@ -66,7 +70,7 @@ def timeline(gm: GraphModule, label: Callable[[Node], str]) -> Schedule:
     names: dict[Place, str] = {}
     halves = {0}
     for call, node in _flat(gm):
-        half = (call or node).meta.get("dsv4_half", 0)
+        half = half_of(call or node)
         halves.add(half)
         layer = label(call or node)
         pending = tuple(names[place] for place in under_way)
