@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model tuning-records compat device clean distclean
+.PHONY: help setup demo demo-ep test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model tuning-records compat device clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -38,6 +38,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognised
 	@printf '==> examples/quickstart.py\n'
 	@$(BIN)/python examples/quickstart.py $(ARGS)
+
+demo-ep: $(STAMP) ## Spread the experts of two miniatures over four processes
+	@printf '==> examples/expert_parallel.py, 4 processes\n'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/expert_parallel.py $(ARGS)
 
 # One torch thread per test process: two processes on two cores beat two threads in one.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10

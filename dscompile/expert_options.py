@@ -97,6 +97,11 @@ def check_experts(options: Options) -> None:
     if options.micro_batches == 2 and options.elide is not None:
         reject("micro_batches", 2, f"1 with the option 'elide' ({options.elide!r})")
     padded = form_of(options) == "padded"
+    if not padded and options.expert_transport == "symmetric":
+        raise OptionError(
+            "option 'expert_transport' is 'symmetric' for an exact exchange; allowed: expert_exchange='padded', or "
+            "another transport"
+        )
     if padded and options.expert_capacity is None:
         raise OptionError(
             "option 'expert_capacity' is None for a padded exchange; allowed: the most tokens that a rank has in a step"

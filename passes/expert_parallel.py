@@ -16,7 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-import dscompile.distributed.operators  # noqa: F401 - registers what this pass puts into graphs
+import dscompile.distributed.operators
+import dscompile.ops  # noqa: F401 - both register what this pass finds in graphs and puts there
 from dscompile import compat
 from dscompile.distributed.layers import ExpertLayer, layer_of
 from dscompile.distributed.mesh import Ranks

@@ -142,6 +142,12 @@ def test_eager_alone_from_the_command_line(benchmarks: Path, tmp_path: Path):
     assert found["versions"]["torch"] == torch.__version__ and "Median times" in done.stdout
 
 
+def test_expert_parallel_from_the_command_line(benchmarks: Path):
+    done = subprocess.run([sys.executable, "ep.py", "--quick"], cwd=benchmarks, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(way in done.stdout for way in ("all-reduce", "exact", "padded", "exact fp8", "kB sent by a rank"))
+
+
 def test_tables_show_errors_and_missing_numbers(cpu: ModuleType):
     import cpu_tables
 
@@ -216,3 +222,22 @@ def test_flex_attention_computes_the_same(benchmarks: Path, op: str, heads: int)
     two = torch.randn(2, 2, heads, 64)
     args = (two, *window, positions.repeat(1, 2), start, 4, None, None, None, None, 0.3, None, None, False)
     assert flex.flex_call(op, (*args, "fp8_g32_ue8m0", "none")) is None
+
+
+@pytest.mark.parametrize("layers", [6, 10, 20, 40])
+def test_elision_is_measured_on_the_releases_proportions(benchmarks: Path, layers: int):
+    import elide
+
+    config = DeepseekV41Config.miniature(**elide.sizes(layers, 64, 16, 1024))
+    assert config.kv_source_layer_ids[-1] == layers // 2 and config.num_hidden_layers == layers
+    names = [name for name, _ in elide.forms(16, layers)]
+    assert names[:3] == ["all tokens", "exact", "bounded 16"]
+
+
+def test_the_effect_of_an_approximation_on_logits(benchmarks: Path):
+    import elide
+
+    want = torch.randn(3, 50)
+    assert elide.effect(want, want) == {"error": 0.0, "best": 1.0, "ten": 1.0}
+    seen = elide.effect(want, -want)
+    assert seen["error"] == pytest.approx(2.0) and seen["best"] == 0.0

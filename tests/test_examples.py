@@ -72,3 +72,15 @@ def test_quickstart(repo_root: Path, tmp_path: Path):
     assert (tmp_path / "coverage.json").exists()
     for words in ("V4.1 prefill", "V4 decode", "attention", "speed-up", "4/4"):
         assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_expert_parallel(repo_root: Path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "examples/expert_parallel.py", "--tokens", "4",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("V4.1: 8 layers of 16 experts, 8 on each of 2 ranks", "transformers V4", "balance", "[True, True]"):
+        assert words in done.stdout

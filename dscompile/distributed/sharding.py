@@ -68,6 +68,9 @@ def shard_experts(
     found = dict(expert_modules(model, of))
     if not found:
         raise ValueError(f"{type(model).__name__} has no module with experts; allowed: of=[modules that hold them]")
+    for name, (module, _) in found.items():
+        if any(layer_of(tensor) is not None for _, tensor in _stacks(module)):
+            raise ValueError(f"{name}: its experts are spread already, allowed: a model that holds every expert")
     placements = {
         name: placement_for(name, _given(placement, name), count, ranks.size) for name, (_, count) in found.items()
     }
@@ -165,8 +168,6 @@ def _shard(name: str, module: nn.Module, placement: Placement, rank: int, replic
     held = torch.tensor(placement.on_rank(rank))
     own: list[Tensor] = []
     for key, tensor in list(_stacks(module)):
-        if layer_of(tensor) is not None:
-            raise ValueError(f"{name}.{key}: its experts are spread already, allowed: a model that holds every expert")
         rows = tensor.detach()[held.to(tensor.device)]  # a copy, so that the whole stack is freed
         if isinstance(tensor, nn.Parameter):
             setattr(module, key, nn.Parameter(rows, requires_grad=False))

@@ -115,6 +115,37 @@ def test_equal_to_one_process(ranks: int, tmp_path: Path) -> None:
                 assert counted.rows == pairs, name
 
 
+COUNTS = ([[3, 2], [1, 4]], [[0, 0], [2, 3]], [[0, 0], [0, 0]], [[5, 0], [0, 0]], [[0, 7], [0, 2]])
+
+
+def counted(rank: int) -> None:
+    """R19: rows for each rank as in `COUNTS[case][rank]`; each comes back in its place, from the rank it went to."""
+    group = dist.group.WORLD
+    assert group is not None
+    for counts in COUNTS:
+        for capacity in (0, 7):
+            order = torch.tensor([0] * counts[rank][0] + [1] * counts[rank][1])
+            shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(rank))
+            indices = order[shuffled].view(-1, 1)
+            x = torch.arange(len(order) * 4, dtype=torch.float32).view(-1, 4) + 100 * rank
+            shares, table = torch.ones(len(order), 1), slot_table(Placement((0, 1), 2, 2), 1)
+            ticket = operators.dispatch(
+                x, indices, shares, table, None, None, group.group_name, 2, 1, capacity, "error", "plain",
+                "collectives", "",
+            )  # fmt: skip
+            rows, slots, _ = operators.dispatch_wait(ticket, x, indices, shares, 2, capacity, "error")
+            arrived = rows[(slots >= 0).any(1)]
+            assert len(arrived) == counts[0][rank] + counts[1][rank]
+            assert [int((arrived[:, 0] // 100 == other).sum()) for other in (0, 1)] == [c[rank] for c in counts]
+            sums = rows + 1000 * (rank + 1)
+            got = operators.combine_wait(operators.combine(ticket, sums, None), x, torch.float32)
+            assert torch.equal(got, x + 1000 * (indices + 1))
+
+
+def test_ranks_without_rows_take_part(tmp_path: Path) -> None:
+    run_ranks(counted, 2, tmp_path)
+
+
 def test_a_row_at_the_size_of_the_release() -> None:
     assert wire.payload_bytes(5120, torch.bfloat16, "fp8") == 5280
     assert wire.label_bytes(6) == 36

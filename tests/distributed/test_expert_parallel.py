@@ -97,7 +97,7 @@ def test_eight_ranks(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def no_stale_rows(rank: int) -> None:
-    """Memory that was full of NaN before a call changes nothing in it, and every repeat is the same bit by bit."""
+    """R18: memory that was full of NaN changes nothing in a call after it; every repeat is the same bit by bit."""
     model = Blocks(layers=1)
     dscompile.shard_experts(model, dist.group.WORLD)
     for options in (EXACT, PADDED):
