@@ -3,17 +3,20 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from dscompile.options import OptionError, Options
 from dscompile.targets import TARGETS
+from tests.support.ranks import fake_group
 
-# One other-than-default value per field, so that a new field cannot be forgotten.
-CHANGED = {
+# One other-than-default value per field, so that a new field cannot be forgotten. The mesh is made by `mesh`.
+CHANGED: dict[str, object] = {
     "target": "sm_103a",
     "strict": True,
     "disable": ("some_pass",),
@@ -26,6 +29,15 @@ CHANGED = {
     "role": "prefill",
     "elide": "bounded",
     "elide_tail": 128,
+    "mesh": None,
+    "expert_parallel": "ep",
+    "expert_exchange": "exact",
+    "expert_capacity": 8,
+    "expert_overflow": "exact",
+    "expert_payload": "fp8",
+    "expert_transport": "deep_ep",
+    "expert_load": True,
+    "micro_batches": 2,
     "inductor_options": {"max_autotune": True},
 }
 # What a field is only allowed with.
@@ -33,7 +45,21 @@ NEEDS: dict[str, dict[str, object]] = {
     "elide": {"role": "prefill"},
     "elide_tail": {"role": "prefill", "elide": "bounded"},
 }
+PADDED: dict[str, object] = {"expert_exchange": "padded", "expert_capacity": 4}
 NOT_KEYED = {"dump_dir", "report"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh() -> Iterator[None]:
+    """A mesh of ranks that do not exist, in `CHANGED` and wherever an option needs one."""
+    with fake_group(1, 4):
+        CHANGED["mesh"] = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        for name in CHANGED:
+            if name.startswith("expert_") or name == "micro_batches":
+                NEEDS[name] = {"mesh": CHANGED["mesh"]}
+        NEEDS["expert_capacity"] |= PADDED
+        NEEDS["expert_overflow"] |= PADDED
+        yield
 
 
 def test_changed_values_cover_every_field():
@@ -131,7 +157,8 @@ def test_each_field_changes_the_key_unless_it_only_names_an_output(name: str):
 
 @given(st.permutations(sorted(CHANGED)), st.permutations(["a", "b", "c"]))
 def test_key_does_not_depend_on_order(order: list[str], passes: list[str]):
-    values = {**CHANGED, "inductor": True, "verify": False, "disable": passes}
+    together = {"inductor": True, "verify": False, "micro_batches": 1, "expert_exchange": "padded"}
+    values = {**CHANGED, **together, "disable": passes}
     settings = [("max_autotune", True), ("debug", False), ("cpp.threads", 2)]
     straight = Options.from_user({**values, "inductor_options": dict(settings)})
     shuffled = Options.from_user({**{n: values[n] for n in order}, "inductor_options": dict(reversed(settings))})
