@@ -51,11 +51,11 @@ def sizes(layers: int, hidden: int, window: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def forms(window: int, layers: int) -> list[Form]:
-    """Name and options: everything, the exact form, and bounded tails from one window up."""
+def forms(window: int, layers: int, multiples: tuple[int, ...] = (1, 2, 4)) -> list[Form]:
+    """Name and options: everything, the exact form, and bounded tails of so many windows."""
     behind = layers - layers // 2
     needed = window + (behind - 1) * (window - 1)
-    tails = [tail for tail in (window, 2 * window, 4 * window) if tail < needed]
+    tails = [window * multiple for multiple in multiples if window * multiple < needed]
     exact: list[Form] = [("all tokens", {}), ("exact", {"role": "prefill", "elide": "exact"})]
     return exact + [(f"bounded {n}", {"role": "prefill", "elide": "bounded", "elide_tail": n}) for n in tails]
 
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, say: Any) -> list[dict[str, Any]]:
     several = torch.randint(model.config.vocab_size, (options.prompts, options.effect_tokens), generator=generator)
     records: list[dict[str, Any]] = []
     runs, want = [], None
-    for name, settings in forms(options.window, options.layers):
+    for name, settings in forms(options.window, options.layers, tuple(options.tails)):
         form = compiled(model, settings, options.inductor)
         say(f"{name}: compiling, first prompt")
         run(form, model, prompt, options.tokens)
@@ -134,6 +134,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=10, help=">= 6")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--window", type=int, default=128)
+    parser.add_argument("--tails", type=int, nargs="*", default=[1, 2, 4], help="bounded tails, in windows")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8, help="prompts whose logits are compared")
     parser.add_argument("--effect-tokens", type=int, default=1024, help="tokens of each of them")

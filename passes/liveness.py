@@ -93,7 +93,9 @@ class Liveness:
         for node in reversed(gm.graph.nodes):
             if node.op != "call_function":
                 continue
-            if is_region_call(node):
+            if is_region_call(node) and place.operands:
+                self._all(found, node, "a region inside a region")
+            elif is_region_call(node):
                 self._region(gm, node, found, place)
             elif node.target is aten.copy_.default:
                 if not _memory_of_call(node.args[1]):
