@@ -11,9 +11,9 @@ class Elision:
 
     mode: "exact" or "bounded", as asked for. tail: the most tokens per sequence that any of them runs on; None where
     nothing was left out, and `reason` says why. needed: tokens per sequence that an exact result takes. window: rows of
-    the widest ring that decoding reads. layers: layer -> tokens of each sequence that its part of an exact result takes;
-    a layer that runs on all tokens in part (to store rows of all of them) is in `partial` too. exact: whether logits
-    and caches equal those of a run over all tokens.
+    the widest ring that decoding reads. layers: layer -> tokens of each sequence that its part of an exact result
+    takes. partial: those of them that run on all tokens in part, to store rows of all. exact: whether logits and caches
+    equal those of a run over all tokens.
     """
 
     mode: str
