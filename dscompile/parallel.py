@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dscompile import __version__
+from dscompile import __version__, compat
 from dscompile.expert_options import expert_ranks, form_of
 from dscompile.options import Options
 from dscompile.report import GraphReport
@@ -32,14 +32,13 @@ def spread_experts(
     if options.mesh is None:
         _refuse_parts(names, values)
         return
-    from dscompile.distributed import agreement
     from dscompile.passes.engine import PassContext
     from dscompile.passes.expert_parallel import ExpertParallel, Form
 
     form = Form(
         (options.expert_capacity or 0) if form_of(options) == "padded" else 0, options.expert_overflow,
         options.expert_payload, options.expert_transport, options.expert_load,
-        agreement.announce(_facts(options, target)), empty_half=halves < options.micro_batches,
+        _facts(options, target), empty_half=halves < options.micro_batches,
     )  # fmt: skip
     result = ExpertParallel(expert_ranks(options), values, names, form).run(graph, PassContext(options))
     entry.exchanges = list(result.notes)
@@ -64,4 +63,9 @@ def _refuse_parts(names: Sequence[str], values: Sequence[Any]) -> None:
 def _facts(options: Options, target: Target | None) -> dict[str, Any]:
     """What has to be the same on every rank, so that all start the same exchanges with the same bytes."""
     facts = {f"option {each.name!r}": getattr(options, each.name) for each in fields(options) if each.name not in _OWN}
-    return {**facts, "target": target.name if target else None, "dscompile": __version__, "torch": torch.__version__}
+    facts |= {"target": target.name if target else None, "dscompile": __version__, "torch": torch.__version__}
+    if target is not None and target.device_type != "cpu":
+        from dscompile.tuning.selection import records_fingerprint
+
+        facts |= {"triton": compat.version_text("triton"), "tuning records": records_fingerprint(target)}
+    return facts

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 import dscompile.distributed.operators
 import dscompile.ops  # noqa: F401 - both register what this pass finds in graphs and puts there
 from dscompile import compat
+from dscompile.distributed import agreement
 from dscompile.distributed.layers import ExpertLayer, layer_of
 from dscompile.distributed.mesh import Ranks
 from dscompile.distributed.placement import Placement
@@ -40,7 +41,8 @@ class ExpertParallelError(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`.
+    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`. facts: what
+    ranks must agree on besides the layers.
 
     empty_half: other ranks may run the batch in two halves and exchange twice: so does this one, without tokens.
     """
@@ -50,7 +52,7 @@ class Form:
     payload: str = "auto"
     transport: str = "collectives"
     load: bool = False
-    agreed: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     empty_half: bool = False
 
 
@@ -74,12 +76,15 @@ class ExpertParallel:
         known = {node: (value, name) for node, value, name in zip(placeholders, self.weights, self.names)}
         used: set[str] = set()
         notes: list[str] = []
-        for sub in subgraphs(gm):
-            for node in [n for target in _OPS for n in find(sub.gm.graph, target)]:
-                layers = self._layers(gm, sub, node, known)
-                self._exchange(gm, sub, node, layers)
-                used |= {layer.name for layer in layers}
-                notes += [self._note(layer, node) for layer in layers]
+        found = [
+            (sub, node, self._layers(gm, sub, node, known))
+            for sub in subgraphs(gm) for target in _OPS for node in find(sub.gm.graph, target)
+        ]  # fmt: skip
+        agreed = agreement.announce({**self.form.facts, "layers with experts": _described(found)})
+        for sub, node, layers in found:
+            self._exchange(gm, sub, node, layers, agreed)
+            used |= {layer.name for layer in layers}
+            notes += [self._note(layer, node) for layer in layers]
             sub.gm.graph.lint()
             sub.gm.recompile()
         for value, name in known.values():
@@ -129,7 +134,7 @@ class ExpertParallel:
         with unset_fake_temporarily():  # its state is real, also while a graph is traced
             return ExpertLayer(name, placement, self.ranks.rank, tensors, whole=True)
 
-    def _exchange(self, gm: GraphModule, sub: Subgraph, node: Node, layers: list[ExpertLayer]) -> None:
+    def _exchange(self, gm: GraphModule, sub: Subgraph, node: Node, layers: list[ExpertLayer], agreed: str) -> None:
         first = layers[0]
         each = ((layer.placement, layer) for layer in layers)
         kinds = {(where.experts, where.slots_per_rank, layer.whole, layer.width) for where, layer in each}
@@ -147,7 +152,7 @@ class ExpertParallel:
         table = tables[0] if sub.gm is gm else _operand(sub, tables, "expert_table")
         load = None if loads is None else loads[0] if sub.gm is gm else _operand(sub, loads, "expert_load")
         self._check_tokens(first, given["x"])
-        _rewrite(sub.gm.graph, node, given, table, load, first, self.ranks, self.form, mode)
+        _rewrite(sub.gm.graph, node, given, table, load, first, self.ranks, self.form, agreed, mode)
 
     def _check_tokens(self, layer: ExpertLayer, x: Node) -> None:
         tokens = x.meta["val"].shape[0]
@@ -166,6 +171,18 @@ class ExpertParallel:
         )
 
 
+def _described(found: Sequence[tuple[Subgraph, Node, list[ExpertLayer]]]) -> str:
+    """What exchanges a graph has, in words that are the same for every shape of its inputs."""
+    lines = set()
+    for _, node, layers in found:
+        given = bound_args(node)
+        width, top_k = given["x"].meta["val"].shape[1], given["indices"].meta["val"].shape[1]
+        for layer in layers:
+            slots = layer.placement.slots_per_rank
+            lines.add(f"{layer.name}: {layer.placement.experts} in {slots} slots, top-{top_k}, width {width}")
+    return ", ".join(sorted(lines))
+
+
 def payload_of(form: Form, node: Node) -> str:
     """Of an exchange: "auto" is fp8 where the experts round their rows to it anyway, which then loses nothing."""
     if form.payload != "auto":
@@ -175,7 +192,7 @@ def payload_of(form: Form, node: Node) -> str:
 
 def _rewrite(
     graph: Graph, node: Node, given: dict[str, Any], table: Node, load: Node | None, layer: ExpertLayer, ranks: Ranks,
-    form: Form, mode: Any,
+    form: Form, agreed: str, mode: Any,
 ) -> None:  # fmt: skip
     x, indices, weights = given["x"], given["indices"], given["weights"]
     slots = layer.placement.slots_per_rank
@@ -187,7 +204,7 @@ def _rewrite(
     def send(tokens: tuple[Node, Node, Node], counted: Node | None, after: Node | None) -> Node:
         return add(
             ep.dispatch.default, *tokens, table, counted, after, ranks.group, ranks.size, slots, form.capacity,
-            form.overflow, payload_of(form, node), form.transport, form.agreed,
+            form.overflow, payload_of(form, node), form.transport, agreed,
         )  # fmt: skip
 
     def run(ticket: Node, tokens: tuple[Node, Node, Node], after: Node | None) -> Node:

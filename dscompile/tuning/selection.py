@@ -67,6 +67,12 @@ def databases() -> tuple[Database, ...]:
     return tuple(found)
 
 
+def records_fingerprint(target: Target) -> str:
+    """16 hex digits over every record for a target: processes with equal ones choose the same configs."""
+    lines = sorted(str(record) for database in databases() for record in database.records(target=target.name))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def best_record(key: Key) -> Record | None:
     """A measured record of any database before a modelled one; the user's before the shipped.
 

@@ -152,3 +152,15 @@ def test_what_ranks_differ_in() -> None:
         "ranks differ in a: ranks 0, 2: 1; rank 1: 2\nranks differ in b: ranks 0, 1: x; rank 2: (nothing); "
         "allowed: the same on every rank"
     )
+
+
+def test_tuning_records_are_among_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dscompile.targets import get_target
+    from dscompile.tuning import selection
+    from dscompile.tuning.database import Database
+
+    h200, gb300 = get_target("sm_90a"), get_target("sm_103a")
+    assert selection.records_fingerprint(h200) != selection.records_fingerprint(gb300)
+    assert selection.records_fingerprint(h200) == selection.records_fingerprint(h200)
+    monkeypatch.setattr(selection, "databases", lambda: (Database(None),))
+    assert selection.records_fingerprint(h200) == selection.records_fingerprint(gb300)
