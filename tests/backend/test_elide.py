@@ -117,6 +117,7 @@ def test_the_bounded_form_is_near_and_says_that_it_is_approximate(forms: Forms) 
     assert f"run on at most the last {WINDOW} tokens, APPROXIMATE, exact from {TAIL} tokens on" in str(forms.report)
 
 
+@pytest.mark.slow
 def test_the_bounded_form_is_exact_for_prompts_no_longer_than_its_tail(forms: Forms) -> None:
     want, want_cache = forms.prefill("plain", (8, 5), None)
     got, got_cache = forms.prefill("bounded", (8, 5), None)
@@ -124,6 +125,7 @@ def test_the_bounded_form_is_exact_for_prompts_no_longer_than_its_tail(forms: Fo
     assert differing(want_cache, got_cache) == []
 
 
+@pytest.mark.slow
 def test_the_bounded_form_does_not_see_what_another_sequence_left_in_a_ring(forms: Forms) -> None:
     """Windows end where the tail begins: stale rows in front of it are hidden."""
     ids, positions = torch.randint(SMALL["vocab_size"], (1, 60)), torch.arange(60)[None]

@@ -91,6 +91,7 @@ def test_everything_behind_the_last_source_of_the_miniature_runs_on_its_tail() -
     assert (found.tail, found.needed, found.window, found.exact) == (chain(4, 16), chain(4, 16), 16, True)
 
 
+@pytest.mark.slow
 def test_a_source_that_is_one_of_several_calls_of_a_region_runs_on_all_tokens() -> None:
     model = small_model(
         compress_ratios=(0, 2, 2, 2, 2, 2), kv_source_layer_ids=(1, 3), index_source_layer_ids=(1, 3),
@@ -100,6 +101,7 @@ def test_a_source_that_is_one_of_several_calls_of_a_region_runs_on_all_tokens() 
     assert found.layers == {"layers.4": chain(2, WINDOW), "layers.5": WINDOW} and found.partial == ()
 
 
+@pytest.mark.slow
 def test_a_model_whose_last_layer_is_a_source_keeps_only_that_layers_rows_from_all_tokens() -> None:
     model = small_model(
         num_hidden_layers=4, compress_ratios=(0, 2, 2, 1), kv_source_layer_ids=(1, 3), index_source_layer_ids=(1, 3),
@@ -109,6 +111,7 @@ def test_a_model_whose_last_layer_is_a_source_keeps_only_that_layers_rows_from_a
     assert found.layers == {"layers.3": WINDOW} and found.partial == ("layers.3",)
 
 
+@pytest.mark.slow
 def test_the_window_of_the_graph_decides() -> None:
     found = elide(recognised(window=5), "exact", None, label)
     assert found.window == 5 and found.needed == chain(4, 5)
@@ -133,6 +136,7 @@ def test_a_graph_without_attention_says_so() -> None:
     assert elide(graph, "exact", None, label).reason == "no attention was recognised"
 
 
+@pytest.mark.slow
 def test_a_prompt_as_short_as_the_tail_keeps_all_its_tokens() -> None:
     graph = recognised(29)
     before = str(graph.graph)
