@@ -2,6 +2,9 @@
 
 Exchanges start in the order that every rank has, whatever its shapes: for each layer the first half's dispatch, the
 second's, then the same for combine. It is enforced: each start takes the ticket of the one before as `after`.
+
+Rows of a batch are independent of each other, and what they store in shared memory are rows of their own (see
+`halving.check_writes`). So a read by one half need not wait for a write by the other.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def start_order(gm: GraphModule) -> list[Node]:
     halves: tuple[list[Node], list[Node]] = ([], [])
     for node in gm.graph.nodes:
         if starts(gm, node):
-            halves[half_of(node)].append(node)
+            halves[half_of(node) or 0].append(node)
     if len(halves[0]) != len(halves[1]):
         raise Unsplittable(f"halves with {len(halves[0])} and {len(halves[1])} exchanges")
     return [node for pair in zip(*halves, strict=True) for node in pair]

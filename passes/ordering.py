@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 import dscompile.distributed.operators  # noqa: F401 - registers the operators that are named here
 from dscompile.passes.engine.fxutil import root
 from dscompile.passes.engine.mutation import written_roots
+from dscompile.passes.halving import PARTS, ROWS, half_of
 from dscompile.passes.regions import HOP, is_region_call, region_module, region_operands
 from dscompile.passes.share import written_arguments
 
@@ -62,10 +63,11 @@ def _unbalanced(graph: Graph) -> tuple[bool, bool]:
 def dependencies(gm: GraphModule) -> nx.DiGraph:
     """Edges from what must come first: data, the order of reads and writes of one memory, and of effects.
 
-    Nodes are those of `gm`'s own graph but placeholders, attributes and the output.
+    Between the halves of a batch the order of reads and writes is free, see `interleave`. Nodes are those of `gm`'s own
+    graph but placeholders, attributes and the output.
     """
     order = nx.DiGraph()
-    last_write: dict[Node, Node] = {}
+    writers: dict[Node, list[Node]] = {}
     readers: dict[Node, list[Node]] = {}
     effect: Node | None = None
     for node in gm.graph.nodes:
@@ -75,18 +77,27 @@ def dependencies(gm: GraphModule) -> nx.DiGraph:
         order.add_edges_from((source, node) for source in node.all_input_nodes if source in order)
         written = _written(gm, node)
         for owner in {root(source) for source in node.all_input_nodes} | written:
-            if owner in last_write and last_write[owner] is not node:
-                order.add_edge(last_write[owner], node)
+            earlier = list(writers.get(owner, ()))
             if owner in written:
-                order.add_edges_from((reader, node) for reader in readers.get(owner, ()) if reader is not node)
-                last_write[owner], readers[owner] = node, []
-            else:
-                readers.setdefault(owner, []).append(node)
+                earlier += readers.get(owner, ())
+            order.add_edges_from((other, node) for other in earlier if not _other_half(other, node))
+            (writers if owner in written else readers).setdefault(owner, []).append(node)
         if _has_effect(node):
             if effect is not None:
                 order.add_edge(effect, node)
             effect = node
     return order
+
+
+def _other_half(first: Node, second: Node) -> bool:
+    """Whether two accesses to one memory are of rows of different halves, done in place."""
+    return {half_of(first), half_of(second)} == {0, 1} and all(map(_in_place, (first, second)))
+
+
+def _in_place(node: Node) -> bool:
+    """Whether a node, if it writes, touches only rows of its half: not so an operation that copies all of a memory."""
+    copied = (*ROWS, *PARTS, torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
+    return is_region_call(node) or (isinstance(node.target, torch._ops.OpOverload) and node.target not in copied)
 
 
 def _written(gm: GraphModule, node: Node) -> set[Node]:

@@ -70,7 +70,7 @@ def timeline(gm: GraphModule, label: Callable[[Node], str]) -> Schedule:
     names: dict[Place, str] = {}
     halves = {0}
     for call, node in _flat(gm):
-        half = half_of(call or node)
+        half = half_of(call or node) or 0
         halves.add(half)
         layer = label(call or node)
         pending = tuple(names[place] for place in under_way)
