@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from dscompile.distributed.plan import ExpertNumbers
 
 RANKS = (2, 4, 8, 16, 32, 64, 72)
+BATCHES = "8,64,256"
+PANEL = "With --roles"
 out = Console()
+
+
+class PlanError(ValueError):
+    """Options that do not go together."""
 
 
 def plan(
@@ -25,17 +31,71 @@ def plan(
         str | None,
         typer.Option(help="Numbers of ranks that share the experts; default: 2 to 72, up to the GPUs."),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Tokens of every rank in a step, separated by commas.")] = "8,64,256",
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of every rank in a step, separated by commas; default: 8,64,256. With --roles one number, of "
+            "requests of every decode GPU; default: 256."
+        ),
+    ] = None,
+    roles: Annotated[
+        bool, typer.Option("--roles", help="Prefill and decode instances for a workload, and how many of each.")
+    ] = False,
+    input_tokens: Annotated[
+        str | None, typer.Option("--input", help="Tokens of a request; default: 8k.", rich_help_panel=PANEL)
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option("--output", help="Tokens of a request; default: 1k.", rich_help_panel=PANEL)
+    ] = None,
+    hit: Annotated[
+        float | None,
+        typer.Option(help="Share of the input that is found in a cache; default: 0.", rich_help_panel=PANEL),
+    ] = None,
+    per_user: Annotated[
+        float | None,
+        typer.Option(help="Tokens per second of every request, in place of --batch.", rich_help_panel=PANEL),
+    ] = None,
+    chunk: Annotated[
+        str | None,
+        typer.Option(help="Tokens of every prefill GPU in a step; default: 8k.", rich_help_panel=PANEL),
+    ] = None,
+    elide: Annotated[
+        str | None,
+        typer.Option(help="What a prefill leaves out: exact, bounded (default) or none.", rich_help_panel=PANEL),
+    ] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(help="The exchange runs beside everything else (default), or after it.", rich_help_panel=PANEL),
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="Ranks of prefill instances; default: 2,4,8.", rich_help_panel=PANEL)
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(help="Ranks of decode instances; default: 8 to 64, up to the GPUs.", rich_help_panel=PANEL),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what wide expert parallelism would move and take on a cluster: modelled, per layer."""
+    """Show what wide expert parallelism would move and take on a cluster, or what each role would do: modelled."""
+    workload: dict[str, Any] = {
+        "input_tokens": input_tokens, "output_tokens": output_tokens, "hit": hit, "per_user": per_user, "chunk": chunk,
+        "elide": elide, "overlap": overlap, "prefill": prefill, "decode": decode,
+    }  # fmt: skip
+    given = {name: value for name, value in workload.items() if value is not None}
+    if roles:
+        from dscompile.plan_roles import plan_roles
+
+        _only_with(roles, {} if ranks is None else {"ranks": ranks})
+        plan_roles(cluster, model, batch, as_json, **given)
+        return
+    _only_with(roles, given)
     from dscompile.distributed.cluster import read_cluster
     from dscompile.distributed.plan import FORMULAS, exchange_plans
     from dscompile.kernel_options import sizes
 
     machine, numbers = read_cluster(cluster), _numbers(model)
     counts = [count for count in RANKS if count <= machine.gpus] if ranks is None else sizes(ranks)
-    plans = list(exchange_plans(numbers, machine, counts, sizes(batch)))
+    plans = list(exchange_plans(numbers, machine, counts, sizes(batch or BATCHES)))
     if as_json:
         rows = [{**asdict(each), "layer_us": each.layer_us} for each in plans]
         content = {"status": "modelled", "cluster": machine.name, "model": asdict(numbers), "formulas": dict(FORMULAS),
@@ -63,6 +123,14 @@ def plan(
     for name, formula in FORMULAS.items():
         out.print(f"{name} = {formula}", style="dim", markup=False, highlight=False)
     out.print("rates: data sheets (see `dscompile targets`)", style="dim", highlight=False)
+
+
+def _only_with(roles: bool, given: dict[str, Any]) -> None:
+    """PlanError if options were given that would have no effect."""
+    for name, value in given.items():
+        option = "--" + name.removesuffix("_tokens").replace("_", "-")
+        allowed = "--prefill and --decode" if roles else "only with --roles"
+        raise PlanError(f"{option} {value}" + (" with --roles" if roles else "") + f", allowed: {allowed}")
 
 
 def _numbers(model: str) -> ExpertNumbers:

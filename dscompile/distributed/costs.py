@@ -34,6 +34,10 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
 FP8, FP4, BF16, FP32 = 1 + 1 / 1024, 1 / 2 + 1 / 32, 2.0, 4.0  # bytes a parameter, scales included (model_v41 3, 4)
 
 
+class RoleError(ValueError):
+    """A model, a workload or an instance that cannot be planned; the message names the value and what is allowed."""
+
+
 @dataclass(frozen=True)
 class Dense:
     """Weights that every rank holds and every token meets. width: bytes a parameter; operand: of the product."""
@@ -111,7 +115,13 @@ def head_part(config: DeepseekV41Config) -> Dense:
 
 
 def last_source(config: DeepseekV41Config) -> int:
-    """The last layer that owns compressed rows; a prefill needs those behind it for a request's tail only."""
+    """The last layer that owns compressed rows; a prefill needs those behind it for a request's tail only.
+
+    Raises:
+        RoleError: there is none.
+    """
+    if not config.kv_source_layer_ids:
+        raise RoleError("kv_source_layer_ids: (), allowed: at least one layer")
     return max(config.kv_source_layer_ids)
 
 

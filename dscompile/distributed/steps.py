@@ -13,16 +13,12 @@ from functools import cached_property
 
 from dscompile.distributed import costs
 from dscompile.distributed.cluster import Cluster
-from dscompile.distributed.costs import Line, Span
+from dscompile.distributed.costs import Line, RoleError, Span
 from dscompile.distributed.plan import distinct_ranks
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 
 ELIDE = ("exact", "bounded", "none")
 INSTEAD = {"fp4": "fp8", "fp8": "bf16"}  # what a product runs as on a machine without that operand type
-
-
-class RoleError(ValueError):
-    """A workload or an instance that cannot be planned; the message names the value and what is allowed."""
 
 
 @dataclass(frozen=True)
