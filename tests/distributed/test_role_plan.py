@@ -233,6 +233,20 @@ def test_published_figures_as_shares() -> None:
         assert 0 < each.link < each.of_model < 1 and each.fp8 < each.arithmetic < each.of_model
 
 
+def test_the_documented_numbers(repo_root: Path) -> None:
+    text, work = (repo_root / "docs" / "distributed.md").read_text(), Workload()
+    found = list(instances(V41, RACK, work, [2, 4, 8], [8, 16, 32, 64]))
+    for each in found:
+        row = (
+            f"| {each.role} DEP{each.ranks} | {each.step.flops / each.step.tokens / 1e9:.1f} | {each.limit} | "
+            f"{each.tokens_per_s:,.0f} | {each.serial_tokens_per_s:,.0f} | {each.weight_bytes / 1e9:.1f} |"
+        )
+        assert row in text
+    for figure in rack.implied(RACK, work, found, rack.balances(V41, RACK, work, found)):
+        shares = (f"{100 * share:.1f}%" for share in (figure.fp8, figure.hbm, figure.link, figure.of_model))
+        assert f"{figure.tokens_per_s:,.0f} | {' | '.join(shares)} |" in text
+
+
 # Bad input, the command
 
 
