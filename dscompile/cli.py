@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -59,6 +60,9 @@ def explain(
         typer.Option(help="Spread the experts over ranks that need not exist; draw what runs while tokens travel."),
     ] = False,
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks, for --schedule.")] = 8,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, max=2, help="2 runs the batch in halves, for --schedule; the model marks its batch.")
+    ] = 1,
     dump_dir: Annotated[Path | None, typer.Option(help="Folder for the graph before and after every pass.")] = None,
     form: Annotated[Form, typer.Option("--format", help="What to print.")] = Form.text,
     output: Annotated[Path | None, typer.Option(help="A file to write instead of printing.")] = None,
@@ -78,11 +82,12 @@ def explain(
         "dump_dir": dump_dir,
     }
     with errors_in_one_line():
-        Options.from_user(options)
+        Options.from_user(options if schedule else {**options, "micro_batches": micro_batches})
         with err.status(f"building {subject}"):
             function, args, kwargs = load_call(subject, tokens)
-        with err.status(f"compiling {subject}"), failures_of_the_model(subject), spread_over(ranks * schedule) as mesh:
-            collected = explain_call(function, *args, options={**options, "mesh": mesh}, **kwargs)
+        over: Any = spread_over(ranks, micro_batches) if schedule else contextlib.nullcontext({})
+        with err.status(f"compiling {subject}"), failures_of_the_model(subject), over as spread:
+            collected = explain_call(function, *args, options={**options, **spread}, **kwargs)
     if form is Form.text and output is None:
         out.print(draw(collected) if schedule else collected.render())
     else:

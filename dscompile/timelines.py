@@ -40,15 +40,12 @@ def as_text(drawn: Any) -> str:
 
 
 @contextlib.contextmanager
-def spread_over(ranks: int) -> Iterator[Any]:
-    """A process group of ranks that do not exist, for the option `mesh`; None for no ranks."""
-    if not ranks:
-        yield None
-        return
+def spread_over(ranks: int, micro_batches: int) -> Iterator[dict[str, Any]]:
+    """Options for experts over ranks that do not exist, for as long as the block lasts."""
     from dscompile.distributed.imagined import imagined_ranks
 
     with imagined_ranks(ranks) as group:
-        yield group
+        yield {"mesh": group, "micro_batches": micro_batches}
 
 
 def _graph(graph: GraphReport, schedule: Schedule) -> Iterator[Any]:

@@ -17,8 +17,9 @@ from typing import Any
 import networkx as nx
 from torch.fx import GraphModule, Node
 
+from dscompile.passes.engine.graphs import subgraphs
 from dscompile.passes.halving import Unsplittable, half_of, spread_halves
-from dscompile.passes.ordering import STARTS, dependencies, list_schedule, reorder, starts
+from dscompile.passes.ordering import STARTS, dependencies, has_exchanges, list_schedule, reorder, starts
 from dscompile.passes.region_sizes import bind_sizes
 from dscompile.passes.regions import region_module
 from dscompile.passes.stages import AFTER, cut_regions
@@ -30,6 +31,9 @@ def interleave(gm: GraphModule, label: Callable[[Node], str]) -> None:
     Raises:
         Unsplittable: a half needs what the other one does only later in that order, or as `cut_regions`.
     """
+    for sub in subgraphs(gm)[1:]:
+        if has_exchanges(sub.gm.graph) and any(site.graph is not gm.graph for site in sub.sites):
+            raise Unsplittable(f"region {sub.path}, which exchanges tokens, is part of another one")
     spread_halves(gm)
     cut_regions(gm, label)
     chain = start_order(gm)

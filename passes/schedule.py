@@ -81,9 +81,10 @@ def timeline(gm: GraphModule, label: Callable[[Node], str]) -> Schedule:
             found.rows.append(Row(half, "start", layer, what, pending))
         elif node.target in WAITS:
             begun = _begin(gm, (call, node.args[0]))  # type: ignore[arg-type]
-            start, end = under_way.pop(begun), len(found.rows)
-            work = tuple(i for i in range(start + 1, end) if found.rows[i].kind == "work")
-            found.covers.append(Cover(names[begun], half, start, end, work))
+            start, end = under_way.pop(begun, None), len(found.rows)
+            if start is not None:
+                work = tuple(i for i in range(start + 1, end) if found.rows[i].kind == "work")
+                found.covers.append(Cover(names[begun], half, start, end, work))
             what = PAIRS[node.target]._schema.name.rpartition("::")[2]
             found.rows.append(Row(half, "wait", layer, what, pending))
         elif is_work(node):

@@ -17,11 +17,18 @@ from dscompile.timelines import as_text, draw
 
 USER_FILE = """
 import torch
+import dscompile
 from tests.support.expert_blocks import Blocks, tokens
 
 def blocks():
     model = Blocks(2)
     return model, (tokens(model.config, 0, (1, 3), torch.float32),)
+
+def batch():
+    model = Blocks(2)
+    x = tokens(model.config, 0, (4, 3), torch.float32)
+    dscompile.mark_batch(x)
+    return model, (x,)
 
 def plain():
     return torch.sin, (torch.ones(3),)
@@ -50,6 +57,13 @@ def test_the_command_draws_what_runs_while_tokens_travel(user_file: Path, tmp_pa
     data = json.loads(explain(f"{user_file}:blocks", "--schedule", "--ranks", "2", "--format", "json"))
     assert len(data["graphs"][0]["schedule"]["covers"]) == 4
     assert "4 slots" not in data["graphs"][0]["exchanges"][0] and "2 ranks" in data["graphs"][0]["exchanges"][0]
+
+
+def test_the_command_draws_two_halves(user_file: Path) -> None:
+    text = explain(f"{user_file}:batch", "--schedule", "--micro-batches", "2")
+    assert "half 1 computes" in text and "< combine layers.0, half 1" in text and "NOTHING" not in text
+    said = explain(f"{user_file}:batch", "--micro-batches", "2", status=2)
+    assert "'micro_batches' is 2" in said and "without the option 'mesh'" in said
 
 
 def test_a_model_without_experts_has_no_schedule(user_file: Path, tmp_path: Path) -> None:
