@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -91,6 +92,10 @@ class Header:
         return Header(**data, parts=parts)
 
 
+# Tokens to reserve pages for: a number, or one that follows from the header; None: just those stored.
+Room = int | Callable[[Header], int] | None
+
+
 @dataclass(frozen=True)
 class KVBundle:
     """A header and one uint8 tensor [count, row_bytes] on the CPU for each of its parts."""
@@ -123,11 +128,12 @@ def export_kv(cache: PagedCache, number: int, note: dict[str, Any] | None = None
     return KVBundle(header, tuple(payload))
 
 
-def import_kv(cache: PagedCache, bundle: KVBundle, convert: bool = False, room: int | None = None) -> int:
+def import_kv(cache: PagedCache, bundle: KVBundle, convert: bool = False, room: Room = None) -> int:
     """A bundle becomes a request -> its number. BundleRefused or OutOfPages leave the cache as it was.
 
     `convert`: rows of another format are converted (`KVFormat.convert`, whose docstring says when that is exact)
-    instead of refused. `room`: tokens to reserve pages for, by default just those stored.
+    instead of refused. `room`: tokens to reserve pages for, by default just those stored. `cache.request(number).note`
+    is the bundle's.
     """
     incoming = Incoming(cache, bundle.header, convert, room)
     try:
@@ -142,13 +148,15 @@ def import_kv(cache: PagedCache, bundle: KVBundle, convert: bool = False, room: 
 class Incoming:
     """A bundle on its way in. Pages are reserved; `finish` makes a request of them, `abort` gives them back."""
 
-    def __init__(self, cache: PagedCache, header: Header, convert: bool = False, room: int | None = None) -> None:
+    def __init__(self, cache: PagedCache, header: Header, convert: bool = False, room: Room = None) -> None:
         self.header = header
         self._cache = cache
         self._specs = _matching_pools(cache, header, convert)
         if header.id in cache.imported:
             raise BundleRefused("duplicate", f"bundle {header.id} came before")
-        self._reserved = cache.pages.reserve(max(room or 0, header.length))
+        tokens = room(header) if callable(room) else room or 0
+        self._reserved = cache.pages.reserve(max(tokens, header.length))
+        self._reserved.note = header.note
         self._open = True
         cache.imported[header.id] = None
         while len(cache.imported) > _REMEMBERED:

@@ -111,6 +111,12 @@ class PagedModel:
         self.columns = cache.layout.pages_for(max_tokens)
         self.forward: Forward = model if forward is None else forward
 
+    @property
+    def limit(self) -> int:
+        """Tokens that a request may have, whatever pages are free."""
+        pages = min(self.columns, self.cache.pages.tokens.pages)
+        return min(pages * self.cache.layout.page_tokens, self.model.config.max_position_embeddings)
+
     @torch.no_grad()
     def prefill(
         self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], chunk_size: int | None = None
@@ -144,20 +150,43 @@ class PagedModel:
     def step(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """The next tokens of requests, 1 to `MOST_TOKENS` each -> logits float32 [n, T, vocab], and they count.
 
-        Pages are added as needed; `OutOfPages` changes nothing.
+        Pages are added as needed; `OutOfPages` changes nothing. Without requests every row is idle and T is 1: what a
+        rank without work runs where others exchange tokens with it.
         """
         counts = [len(part) for part in tokens]
-        if not counts or min(counts) < 1 or max(counts) > MOST_TOKENS:
+        if not all(1 <= count <= MOST_TOKENS for count in counts):
             raise ValueError(f"tokens per request: {counts}, allowed: 1 to {MOST_TOKENS}")
         starts = [self.cache.request(number).length for number in numbers]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         self.cache.extend(numbers, ends)
         for number, end in zip(numbers, ends):
             self._check_room(number, end)
-        logits = self._run(numbers, [list(part) for part in tokens], starts, max(counts))
+        logits = self._run(numbers, [list(part) for part in tokens], starts, max(counts, default=1))
         for number, end in zip(numbers, ends):
             self.cache.commit(number, end)
         return logits
+
+    @torch.no_grad()
+    def feed(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """The next tokens of prompts, up to `width` each -> logits float32 [n, vocab] after the last of each part.
+
+        Every call is exactly `width` tokens wide, padded: a compiled model has one graph of fixed sizes for it. Parts
+        of one prompt give what `prefill` of all of it gives. Without requests every row is idle, as in `step`.
+        """
+        if width < 2:
+            raise ValueError(f"width: {width}, allowed: >= 2 (a call of one token is a decode step)")
+        starts = [self.cache.request(number).length for number in numbers]
+        for number, part, start in zip(numbers, parts, starts, strict=True):
+            if not 1 <= len(part) <= width:
+                raise ValueError(f"request {number}: {len(part)} tokens, allowed: 1 to {width}")
+            if self.cache.request(number).shared:
+                raise ValueError(f"request {number}: a shared beginning, allowed: `prefill` for such requests")
+            self._check_room(number, start + len(part))
+        logits = self._run(numbers, [list(part) for part in parts], starts, width, dynamic=False)
+        for number, part, start in zip(numbers, parts, starts):
+            self.cache.commit(number, start + len(part))
+        last = torch.tensor([len(part) - 1 for part in parts], dtype=torch.int64, device=logits.device)
+        return logits[torch.arange(len(parts), device=logits.device), last]
 
     def verify(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
         """Greedy verification: each request's next token and its drafts -> the tokens that follow, one or more each.
@@ -177,7 +206,9 @@ class PagedModel:
         restore(self.cache, saved, kept)
         return out
 
-    def _run(self, numbers: Sequence[int], parts: list[list[int]], starts: list[int], width: int) -> Tensor:
+    def _run(
+        self, numbers: Sequence[int], parts: list[list[int]], starts: list[int], width: int, dynamic: bool = True
+    ) -> Tensor:
         if len(numbers) > self.rows or len(set(numbers)) != len(numbers):
             raise ValueError(f"requests {list(numbers)}, allowed: up to {self.rows}, no number twice")
         ids = torch.zeros(self.rows, width, dtype=torch.int64)
@@ -187,13 +218,13 @@ class PagedModel:
                 ids[row, : len(part)] = torch.tensor(part)
                 positions[row, : len(part)] = torch.arange(start, start + len(part))
         ids, positions = ids.to(self.cache.device), positions.to(self.cache.device)
-        mark_length_dynamic(ids, positions)
+        if dynamic:
+            mark_length_dynamic(ids, positions)
         idle = [None] * (self.rows - len(numbers))
         return self.forward(ids, positions, batch_view(self.cache, [*numbers, *idle], self.columns))[: len(numbers)]
 
     def _check_room(self, number: int, tokens: int) -> None:
-        most = min(self.cache.room(number), self.columns * self.cache.layout.page_tokens)
-        most = min(most, self.model.config.max_position_embeddings)
+        most = min(self.cache.room(number), self.limit)
         if tokens > most:
             raise ValueError(f"request {number}: {tokens} tokens, allowed: <= {most}")
 

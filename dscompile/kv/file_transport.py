@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dscompile.kv.bundle import BundleRefused, Header, KVBundle, import_kv
+from dscompile.kv.bundle import BundleRefused, Header, KVBundle, Room, import_kv
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.transfer import TransferError
 
@@ -66,7 +66,7 @@ class FileTransport:
         """Write the bundle into the folder; it takes what the disk takes."""
         save_bundle(bundle, self.folder / f"{time.time_ns():020d}-{bundle.header.id}{_SUFFIX}")
 
-    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: int | None = None) -> int:
+    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: Room = None) -> int:
         """The oldest bundle as a request. TransferError if there is none for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:

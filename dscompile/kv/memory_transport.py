@@ -72,6 +72,10 @@ class SharedMemoryTransport(MessageTransport):
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, timeout, inside=False))
         return self._take(length, timeout, inside=True)
 
+    def ready(self) -> bool:
+        """Whether bytes have come that were not read."""
+        return self._get(self._in) != self._get(self._in + 8)
+
     def close(self) -> None:
         """Let go of the memory; the side that made it removes it."""
         self._bytes.release()

@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dscompile.kv.layout import CacheLayout
 
@@ -124,13 +125,17 @@ class PagePool:
 
 @dataclass
 class Request:
-    """The pages of one request. `length` is how many tokens are stored; `shared` of them lie in shared pages."""
+    """The pages of one request. `length` is how many tokens are stored; `shared` of them lie in shared pages.
+
+    `note` is what its bundle said, of a request that was handed over.
+    """
 
     number: int
     state_page: int
     pages: list[int] = field(default_factory=list)
     length: int = 0
     shared: int = 0
+    note: dict[str, Any] = field(default_factory=dict)
 
 
 class PageAllocator:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, as_buffer
+from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, Room, as_buffer
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.pages import OutOfPages
 
@@ -49,7 +49,7 @@ class Transport(Protocol):
     def send(self, bundle: KVBundle, timeout: float) -> None:
         """Returns when the receiver has made a request of it. TransferRefused, TransferError."""
 
-    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: int | None = None) -> int:
+    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: Room = None) -> int:
         """The next bundle as a request of `cache`; see `import_kv`. BundleRefused, OutOfPages, TransferError."""
 
     def close(self) -> None:
@@ -101,6 +101,10 @@ class MessageTransport:
         """The next message. TransferError if the other side is gone or silent for too long."""
         raise NotImplementedError
 
+    def ready(self) -> bool:
+        """Whether something has come that `read` would take now. Not every transport can tell."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Let go of what the transport holds."""
 
@@ -116,7 +120,7 @@ class MessageTransport:
                 self.write(frame.pack(), timeout)
         self._answer(name, _DONE, timeout)
 
-    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: int | None = None) -> int:
+    def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: Room = None) -> int:
         """See `Transport.receive`. What is left of a bundle that was given up is passed over."""
         incoming, name = self._accept(cache, timeout, convert, room)
         try:
@@ -142,7 +146,7 @@ class MessageTransport:
             raise
         return number
 
-    def _accept(self, cache: PagedCache, timeout: float, convert: bool, room: int | None) -> tuple[Incoming, bytes]:
+    def _accept(self, cache: PagedCache, timeout: float, convert: bool, room: Room) -> tuple[Incoming, bytes]:
         """Wait for a header and reserve its pages."""
         deadline = time.monotonic() + timeout
         try:

@@ -1,0 +1,104 @@
+"""What a prefill rank does in a step: a chunk of every prompt that is running."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from dscompile.kv.deepseek_v41 import PagedModel
+from dscompile.serving.requests import Prefilled, Request, Work
+
+
+@dataclass
+class _Running:
+    request: Request
+    number: int
+    done: int = 0
+
+
+class PrefillLoop:
+    """Prompts in, stored requests out. Their pages stay until `release`, so that nothing is lost on the way on.
+
+    Every step is one call of `paged.rows` rows of `chunk` tokens, whatever is running: ranks that share experts stay
+    in step, and a compiled model has one graph. A chunk of 1 is run as 2, the second one padding: a call of one token
+    is a decode step, in which the release scores other keys.
+    """
+
+    def __init__(self, paged: PagedModel, chunk: int) -> None:
+        if chunk < 1:
+            raise ValueError(f"chunk: {chunk} tokens, allowed: >= 1")
+        self.paged, self.chunk = paged, chunk
+        self.waiting: deque[Request] = deque()
+        self.running: list[_Running] = []
+        self.stored: dict[int, int] = {}  # name -> number, until released
+        self.work = Work()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would advance something. False while what waits has to wait for pages."""
+        return bool(self.running) or bool(self.waiting) and self._fits(self.waiting[0])
+
+    def submit(self, request: Request) -> None:
+        """Take a request in. ValueError for a prompt that could never be stored here."""
+        if len(request.prompt) > self.paged.limit:
+            given = f"prompt of {len(request.prompt)} tokens"
+            raise ValueError(f"request {request.name}: {given}, allowed: <= {self.paged.limit}")
+        self.waiting.append(request)
+
+    def step(self) -> list[Prefilled]:
+        """Run one chunk of every running prompt, new ones included -> those that are stored whole.
+
+        With nothing to run all rows are idle; call it nevertheless when another rank of the instance is busy.
+        """
+        began = time.perf_counter()
+        self._admit()
+        size = self.chunk
+        parts = [each.request.prompt[each.done : each.done + size] for each in self.running]
+        logits = self.paged.feed([each.number for each in self.running], parts, max(size, 2))
+        best = logits.argmax(-1).tolist()
+        out, left = [], []
+        for each, part, first in zip(self.running, parts, best):
+            each.done += len(part)
+            if each.done < len(each.request.prompt):
+                left.append(each)
+                continue
+            self.stored[each.request.name] = each.number
+            out.append(Prefilled(each.request, each.number, first))
+        self.running = left
+        if parts:
+            self.work.steps += 1
+            self.work.tokens += sum(map(len, parts))
+            self.work.requests += len(out)
+            self.work.seconds += time.perf_counter() - began
+        return out
+
+    def release(self, name: int) -> None:
+        """The other side has it, or nobody wants it: its pages are free. Nothing happens for one that is gone."""
+        number = self.stored.pop(name, None)
+        if number is not None:
+            self.paged.cache.close(number)
+
+    def abort(self, name: int) -> bool:
+        """Forget a request, wherever it is, and free its pages -> whether it was here."""
+        here = name in self.stored
+        self.release(name)
+        kept = deque(request for request in self.waiting if request.name != name)
+        here |= len(kept) < len(self.waiting)
+        self.waiting = kept
+        for each in [each for each in self.running if each.request.name == name]:
+            self.paged.cache.close(each.number)
+            self.running.remove(each)
+            here = True
+        if here:
+            self.work.aborted.append(name)
+        return here
+
+    def _admit(self) -> None:
+        """In order of arrival: a long prompt is not overtaken by short ones for ever."""
+        while self.waiting and self._fits(self.waiting[0]):
+            request = self.waiting.popleft()
+            self.running.append(_Running(request, self.paged.cache.open(len(request.prompt))))
+
+    def _fits(self, request: Request) -> bool:
+        return len(self.running) < self.paged.rows and self.paged.cache.pages.fits(len(request.prompt))

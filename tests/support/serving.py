@@ -1,0 +1,133 @@
+"""Prefill and decode loops in one process, and a stand-in for a model whose tokens follow from every stored byte."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dscompile.kv.bundle import KVBundle, export_kv
+from dscompile.kv.cache import PagedCache
+from dscompile.kv.pages import OutOfPages
+from dscompile.serving.decode import DecodeLoop
+from dscompile.serving.prefill import PrefillLoop
+from dscompile.serving.requests import Request
+from support.paged import tiny_layout
+
+VOCAB = 89
+
+
+class Bytes:
+    """In place of `PagedModel`: stores rows that tell token and position, and reads all that decoding reads."""
+
+    def __init__(self, rows: int, requests: int, token_pages: int, page_tokens: int = 4) -> None:
+        self.cache = PagedCache(tiny_layout(page_tokens), requests, token_pages)
+        self.rows, self.limit = rows, token_pages * page_tokens
+
+    def feed(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> Tensor:
+        assert len(numbers) <= self.rows
+        for number, part in zip(numbers, parts):
+            assert 1 <= len(part) <= width
+            for token in part:
+                self._store(number, token)
+        return self._logits(numbers)
+
+    def step(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        assert len(numbers) <= self.rows
+        self.cache.extend(numbers, [self.cache.request(number).length + 1 for number in numbers])
+        for number, (token,) in zip(numbers, tokens):
+            self._store(number, token)
+        return self._logits(numbers).unsqueeze(1)
+
+    def _store(self, number: int, token: int) -> None:
+        position = self.cache.request(number).length
+        for spec in self.cache.layout.pools:
+            if spec.kind == "rows" and (position + 1) % spec.ratio:
+                continue
+            place = position // spec.ratio if spec.kind == "rows" else position
+            row = torch.full((1, spec.row_bytes), (token * 7 + position * 3) % 251, dtype=torch.uint8)
+            self.cache.store(spec, self.cache.slots(number, spec, range(place, place + 1)), row)
+        self.cache.commit(number, position + 1)
+
+    def _logits(self, numbers: Sequence[int]) -> Tensor:
+        logits = torch.zeros(len(numbers), VOCAB)
+        for row, number in enumerate(numbers):
+            crc = 0
+            for rows in self.cache.state_bytes(number).values():
+                crc = zlib.crc32(rows.numpy().tobytes(), crc)
+            logits[row, crc % VOCAB] = 1
+        return logits
+
+    @staticmethod
+    def alone(request: Request) -> tuple[int, ...]:
+        """All tokens of a request in a cache of its own."""
+        model = Bytes(1, 1, 40)
+        number = model.cache.open(len(request.prompt))
+        tokens = [int(model.feed([number], [request.prompt], 160).argmax())]
+        while len(tokens) < request.tokens:
+            tokens.append(int(model.step([number], [tokens[-1:]]).argmax()))
+        return tuple(tokens)
+
+
+def draw_requests(count: int, longest: int, tokens: int, vocab: int, seed: int = 0) -> list[Request]:
+    """Random prompts of 1 to `longest` tokens, both ends included, and 1 to `tokens` to generate."""
+    draw = random.Random(seed)
+    lengths = [1, 2, longest, *(draw.randint(1, longest) for _ in range(count))][:count]
+    return [
+        Request(name, tuple(draw.choices(range(vocab), k=length)), draw.randint(1, tokens))
+        for name, length in enumerate(lengths)
+    ]
+
+
+class Pair:
+    """A prefill and a decode loop by turns. Bundles that find no room wait, and keep their pages at the sender."""
+
+    def __init__(self, prefill: PrefillLoop, decode: DecodeLoop) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.way: deque[KVBundle] = deque()
+        self.done: dict[int, tuple[int, ...]] = {}
+        self.refused = self.most_rows = 0
+        self.positions: set[tuple[int, ...]] = set()
+
+    def turn(self) -> None:
+        if self.prefill.busy:
+            for each in self.prefill.step():
+                self.way.append(export_kv(self.prefill.paged.cache, each.number, each.note))
+        self.hand_over()
+        if self.decode.busy:
+            lengths = [self.decode.paged.cache.request(number).length for number in self.decode.running]
+            self.most_rows = max(self.most_rows, len(lengths))
+            self.positions.add(tuple(lengths))
+            self._note(self.decode.step())
+
+    def hand_over(self) -> None:
+        while self.way:
+            try:
+                self._note(self.decode.take(self.way[0]))
+            except OutOfPages:
+                self.refused += 1
+                return
+            self.prefill.release(self.way.popleft().header.note["name"])
+
+    def run(self, requests: Sequence[Request], after: Callable[[int], None] = lambda turn: None) -> None:
+        """Until all are done. `after` every turn."""
+        for request in requests:
+            self.prefill.submit(request)
+        turn = 0
+        while self.prefill.waiting or self.prefill.running or self.way or self.decode.running:
+            self.turn()
+            after(turn)
+            turn += 1
+            assert turn < 20_000, "nothing moves any more"
+
+    def used_bytes(self) -> int:
+        return self.prefill.paged.cache.pages.used_bytes + self.decode.paged.cache.pages.used_bytes
+
+    def _note(self, finished: Sequence[object]) -> None:
+        for each in finished:
+            assert each.name not in self.done
+            self.done[each.name] = each.tokens
