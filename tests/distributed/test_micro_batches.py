@@ -17,10 +17,13 @@ from dscompile import backend
 from dscompile.distributed import operators
 from dscompile.distributed.imagined import imagined_ranks
 from dscompile.halves import mark_batch
+from dscompile.kv.deepseek_v41 import PagedModel
+from dscompile.miniatures import v41_model
 from dscompile.option_errors import OptionError
 from dscompile.options import Options
 from dscompile.passes.regions import HOP, region_calls, region_module
 from tests.support.expert_blocks import Blocks, tokens
+from tests.support.paged import scattered
 from tests.support.ranks import run_ranks
 
 
@@ -172,6 +175,38 @@ def test_the_option_is_checked() -> None:
         Options(micro_batches=2)
     with pytest.raises(ValueError, match="without dimensions, allowed: one row a sequence"):
         mark_batch(torch.tensor(1))
+
+
+def decode(rank: int) -> tuple[list[float], list[str], int, int]:
+    """V4.1 on pages, 2 steps of 4 requests: differences to eager, notes, halves, exchanges with nothing beside them."""
+    model = v41_model(torch.float32)
+    prompts = [[5, 9, 11, 3, 7, 2, 8], [4, 4, 1, 9, 12, 30, 2, 6, 5], [50, 3, 2], list(range(7, 18))]
+    settings = {"mesh": dist.group.WORLD, "micro_batches": 2, "inductor": False}
+    compiled = torch.compile(model, backend="dsv4", options=settings)
+
+    def halved(ids: Tensor, positions: Tensor, view: Any) -> Any:
+        given = {name: value for name, value in view._asdict().items() if isinstance(value, Tensor)}
+        mark_batch(ids, positions, *(value for name, value in given.items() if name != "tokens"))
+        return compiled(ids, positions, view)
+
+    results = []
+    with torch.no_grad(), dscompile.collect() as report:
+        for forward in (None, halved):
+            cache = scattered(model, 4, 300, 1)
+            numbers = [cache.open(len(prompt)) for prompt in prompts]
+            PagedModel(model, cache, 4, 64).prefill(numbers, prompts)
+            steps = PagedModel(model, cache, 4, 64, forward)
+            results.append([steps.step(numbers, [[token + row] for row in range(4)]) for token in (3, 17)])
+    (graph,) = report.graphs
+    errors = [float((split - whole).abs().max()) for whole, split in zip(*results)]
+    return errors, graph.notes, graph.schedule.halves, len(graph.schedule.bare)
+
+
+@pytest.mark.slow
+def test_the_whole_model_decodes_in_halves(tmp_path: Path) -> None:
+    """Pools that layers share are read by one half while the other one writes to them."""
+    ((errors, notes, halves, bare),) = run_ranks(decode, 1, tmp_path, seconds=240)
+    assert max(errors) <= 1e-5 and not notes and halves == 2 and not bare
 
 
 BATCHES = ((4, 6), (4, 3), (1, 4))
