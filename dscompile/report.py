@@ -21,6 +21,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from dscompile.passes.decoding import Decoding
 from dscompile.passes.elision import Elision
 from dscompile.passes.timeline import Schedule
 
@@ -83,7 +84,8 @@ class GraphReport:
 
     gaps: layers that must hold a part which was not recognised in them, one line each. exchanges: layers whose experts
     are spread over ranks, and how their tokens travel. elision: what of a prompt was left out, if that was asked for.
-    schedule: what runs while tokens travel, of a graph with exchanges.
+    decoding: how steps run and whether they can be captured, in the role "decode". schedule: what runs while tokens
+    travel, of a graph with exchanges.
     """
 
     name: str
@@ -101,6 +103,7 @@ class GraphReport:
     lowerings: list[Lowering] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     elision: Elision | None = None
+    decoding: Decoding | None = None
     schedule: Schedule | None = None
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
@@ -292,8 +295,9 @@ def _render_graph(graph: GraphReport) -> Iterator[Any]:
         yield Text(f"exchange: {line}")
     if graph.schedule:
         yield Text(f"schedule: {graph.schedule.summary()}")
-    for line in graph.elision.lines() if graph.elision else ():
-        yield Text(line)
+    for record in (graph.elision, graph.decoding):
+        for line in record.lines() if record else ():
+            yield Text(line)
     for line in graph.shared:
         yield Text(f"shared: {line}")
     for miss in graph.misses:
@@ -330,7 +334,7 @@ def _html_graph(graph: GraphReport) -> str:
                 [[m.layer, m.family, m.pattern, m.node, m.source, m.reason] for m in graph.misses],
             )
         )
-    elided = graph.elision.lines() if graph.elision else []
+    elided = [line for record in (graph.elision, graph.decoding) if record for line in record.lines()]
     parts.extend(
         f"<p>{html.escape(line)}</p>" for line in [*elided, *graph.exchanges, *graph.shared, *graph.gaps, *graph.notes]
     )

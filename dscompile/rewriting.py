@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from dscompile.completeness import gaps
+from dscompile.decoding import decoding
 from dscompile.options import Options
 from dscompile.parallel import spread_experts
 from dscompile.passes.default import default_pipeline, pass_names
@@ -37,9 +38,8 @@ STEPS = ("fuse", "share", "schedule")
 
 
 class StrictError(RuntimeError):
-    """`strict=True` and something that resembles DeepSeek mathematics, or that a layer must have, was not recognised.
-
-    The message lists it.
+    """`strict=True` and something that resembles DeepSeek mathematics, or that a layer must have, was not recognised;
+    or, in the role "decode", a CUDA graph cannot record a step. The message lists it.
     """
 
 
@@ -122,6 +122,11 @@ def rewrite(
             dump.write("schedule", graph)
             snapshots.take("schedule", graph)
         entry.schedule = timeline(graph, lambda node: layer_of_stage(node) or label(node))
+    if options.role == "decode":
+        places = layer_labels(graph, input_names)
+        entry.decoding = decoding(graph, options, entry, _labeller(graph, input_names), places)
+        if options.strict and not entry.decoding.captured:
+            raise StrictError("strict: " + "\n  ".join(entry.decoding.lines()[1:]))
     entry.nodes_after = count_nodes(graph)
 
 
