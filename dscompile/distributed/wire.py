@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import dscompile.ops  # noqa: F401 - registers the operations used here
 from dscompile.formats import FORMATS
+from dscompile.ops.exchange import packed_rows
 
 PAYLOAD = "fp8_g32_ue8m0"
 _SLOT, _WEIGHT = torch.int16, torch.float32
@@ -28,7 +28,8 @@ def pack(x: Tensor, token: Tensor, slots: Tensor, weights: Tensor, payload: str)
     An unused row is zero but for its slots, which are -1.
     """
     if payload == "fp8":
-        values = torch.ops.dsv4.pack_rows(x, token, PAYLOAD)
+        # The operator would read the tokens to check them.
+        values = packed_rows(x, token, PAYLOAD, payload_bytes(x.shape[1], x.dtype, payload))
     else:
         values = _bytes(_rows(x, token))
     shares = _rows(weights.to(_WEIGHT), token)

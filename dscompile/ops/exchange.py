@@ -34,6 +34,12 @@ def pack_rows(x: Tensor, token: Tensor, format: str) -> Tensor:
     """
     width = _validate_pack(x, token, format)
     _PACK.index_range("token", token, -1, x.shape[0], "number of rows, -1 for none")
+    return packed_rows(x, token, format, width)
+
+
+def packed_rows(x: Tensor, token: Tensor, format: str, width: int) -> Tensor:
+    """`pack_rows` into rows of `width` bytes, for tokens known to be right: no value is looked at, so that a GPU is not
+    waited for."""
     if x.shape[0] == 0:
         return x.new_zeros((token.shape[0], width), dtype=torch.uint8)
     rows: Tensor = FORMATS[format].pack(x[token.clamp(min=0).long()])
@@ -58,6 +64,11 @@ def combine_rows(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
     """
     _validate_combine(rows, slot, weight)
     _COMBINE.index_range("slot", slot, -1, rows.shape[0], "number of rows, -1 for none")
+    return added_rows(rows, slot, weight)
+
+
+def added_rows(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
+    """`combine_rows` for slots known to be right; no value is looked at either."""
     out = rows.new_zeros((slot.shape[0], rows.shape[1]), dtype=torch.float32)
     if rows.shape[0] == 0:
         return out
