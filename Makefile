@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE           ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ep test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model tuning-records compat device clean distclean
+.PHONY: help setup demo demo-ep demo-pd test test-all test-kernels test-slow lint format typecheck check bench kernel-facts cost-model tuning-records compat device clean distclean
 
 help: ## List the commands
 	@printf 'Usage: make COMMAND [ARGS="..."] [PYTHON=python3.12]\n\n'
@@ -42,6 +42,10 @@ demo: $(STAMP) ## Compile a miniature DeepSeek model and show what was recognise
 demo-ep: $(STAMP) ## Spread the experts of two miniatures over four processes
 	@printf '==> examples/expert_parallel.py, 4 processes\n'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/expert_parallel.py $(ARGS)
+
+demo-pd: $(STAMP) ## Prefill and decode in processes of their own, requests handed over between them
+	@printf '==> examples/disaggregated.py, 6 processes\n'
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/disaggregated.py $(ARGS)
 
 # One torch thread per test process: two processes on two cores beat two threads in one.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10

@@ -84,3 +84,15 @@ def test_expert_parallel(repo_root: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("V4.1: 8 layers of 16 experts, 8 on each of 2 ranks", "transformers V4", "balance", "[True, True]"):
         assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_disaggregated(repo_root: Path):
+    command = [sys.executable, "examples/disaggregated.py", "--requests", "12"]
+    done = subprocess.run(
+        command, cwd=repo_root, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("prefill: ", "decode: ", "bytes a prompt token", "elision (exact)", "tokens of all 12 requests equal",
+                  "decode: can be captured"):  # fmt: skip
+        assert words in done.stdout
