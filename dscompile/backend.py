@@ -16,6 +16,7 @@ from torch import fx
 from dscompile import capture, report
 from dscompile.halves import halved, marked_inputs
 from dscompile.options import Options
+from dscompile.parallel import with_state
 from dscompile.passes.halving import Unsplittable, check_writes
 from dscompile.passes.schedule import KEEP_ORDER
 from dscompile.rewriting import Snapshots, rewrite
@@ -77,10 +78,11 @@ def _compile_graph(
         snapshots = Snapshots(keep=settings.verify)
         if marked is not None:
             check_writes(graph, names, marked)
-        rewrite(graph, names, settings, entry, snapshots, values, halves=1 if marked is None else 2)
+        state = rewrite(graph, names, settings, entry, snapshots, values, halves=1 if marked is None else 2)
         _warn_of_gaps(entry)
         entry.rewrite_seconds = time.perf_counter() - began
-        run = _compile(graph, inputs, settings, entry)
+        more = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(inputs) :]]
+        run = with_state(_compile(graph, [*inputs, *more], settings, entry), state)
         if original is not None:
             run = checked(original, snapshots.graphs, run, entry)
         _publish(entry, settings)

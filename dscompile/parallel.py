@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -15,14 +15,17 @@ from dscompile.options import Options
 from dscompile.report import GraphReport
 from dscompile.targets import Target
 
+if TYPE_CHECKING:
+    from dscompile.passes.expert_parallel import StateInput
+
 _OWN = ("mesh", "dump_dir", "report")  # may differ between ranks
 
 
 def spread_experts(
     graph: fx.GraphModule, names: Sequence[str], values: Sequence[Any], options: Options, target: Target | None,
     entry: GraphReport, halves: int = 1,
-) -> None:  # fmt: skip
-    """Runs the pass if the option `mesh` asks for it.
+) -> list[StateInput]:  # fmt: skip
+    """Runs the pass if the option `mesh` asks for it; returns what the graph then takes behind its inputs.
 
     halves: into how many parts the batch of this graph is split.
 
@@ -30,8 +33,11 @@ def spread_experts(
         ExpertParallelError: as the pass; or the model holds only this rank's experts and the option is not there.
     """
     if options.mesh is None:
+        from dscompile.passes.expert_parallel import refuse_copies
+
         _refuse_parts(names, values)
-        return
+        refuse_copies(graph)
+        return []
     from dscompile.passes.engine import PassContext
     from dscompile.passes.expert_parallel import ExpertParallel, Form
 
@@ -40,8 +46,23 @@ def spread_experts(
         options.expert_payload, options.expert_transport, options.expert_load,
         _facts(options, target), empty_half=halves < options.micro_batches,
     )  # fmt: skip
-    result = ExpertParallel(expert_ranks(options), values, names, form).run(graph, PassContext(options))
+    state: list[StateInput] = []
+    result = ExpertParallel(expert_ranks(options), values, names, state, form).run(graph, PassContext(options))
     entry.exchanges = list(result.notes)
+    if not result.notes:
+        entry.notes.append(
+            "option 'mesh': no experts were recognised in this graph, so every rank runs all of it alone"
+        )
+    return state
+
+
+def with_state(run: Callable[..., Any], state: Sequence[StateInput]) -> Callable[..., Any]:
+    """`run` with the state of its experts behind its arguments."""
+
+    def call(*inputs: Any) -> Any:
+        return run(*inputs, *(each.of(inputs) for each in state))
+
+    return call if state else run
 
 
 def _refuse_parts(names: Sequence[str], values: Sequence[Any]) -> None:

@@ -58,8 +58,8 @@ class Snapshots:
 def rewrite(
     graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots,
     input_values: Sequence[Any] = (), halves: int = 1,
-) -> None:  # fmt: skip
-    """Rewrites `graph` in place and fills `entry`.
+) -> list[Any]:  # fmt: skip
+    """Rewrites `graph` in place and fills `entry`; returns what the graph takes behind its inputs (`with_state`).
 
     Args:
         graph: a functional ATen graph, regions included.
@@ -95,7 +95,7 @@ def rewrite(
         entry.elision = elide(graph, options.elide, options.elide_tail, _labeller(graph, input_names))
         dump.write("elide", graph)
         snapshots.take("elide", graph)
-    spread_experts(graph, input_names, input_values, options, target, entry, halves)
+    state = spread_experts(graph, input_names, input_values, options, target, entry, halves)
     snapshots.take("expert_parallel", graph)
     if target is not None and target.device_type != "cpu" and "fuse" not in options.disable:
         fusing_pipeline().run(graph, PassContext(options), hook=after)
@@ -128,6 +128,7 @@ def rewrite(
         if options.strict and not entry.decoding.captured:
             raise StrictError("strict: " + "\n  ".join(entry.decoding.lines()[1:]))
     entry.nodes_after = count_nodes(graph)
+    return state
 
 
 def count_nodes(graph: fx.GraphModule) -> int:

@@ -40,6 +40,27 @@ class ExpertParallelError(ValueError):
 
 
 @dataclass(frozen=True)
+class StateInput:
+    """One more input of a rewritten graph: `what` ("table" or "load") of the layer that input `position` belongs to."""
+
+    position: int
+    what: str
+    kind: tuple[Any, ...]
+
+    def of(self, inputs: Sequence[Any]) -> Any:
+        """The tensor, for the inputs of a call. ExpertParallelError for weights that are not spread like those compiled
+        for."""
+        layer = layer_of(inputs[self.position])
+        if layer is None or layer.kind != self.kind:
+            found = "a plain tensor" if layer is None else f"{layer.name}, {layer.kind}"
+            raise ExpertParallelError(
+                f"experts' weights of a call are {found}, allowed: weights spread like those it was compiled for, "
+                f"{self.kind} (experts, ranks, slots, rank, whole, replicas)"
+            )
+        return getattr(layer, self.what)
+
+
+@dataclass(frozen=True)
 class Form:
     """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`. facts: what
     ranks must agree on besides the layers.
@@ -60,12 +81,14 @@ class Form:
 class ExpertParallel:
     """Puts the exchange around every `experts` and `experts_packed`.
 
-    ranks: the group. weights: of each placeholder of the graph, the user's tensor (None where unknown) and its name.
+    ranks: the group. weights, names: of each placeholder of the graph, the user's tensor (None where unknown) and its
+    name. state: filled with what the rewritten graph takes behind its inputs.
     """
 
     ranks: Ranks
     weights: Sequence[Any]
     names: Sequence[str]
+    state: list[StateInput] = field(default_factory=list)
     form: Form = field(default_factory=Form)
     name: str = "expert_parallel"
 
@@ -116,28 +139,36 @@ class ExpertParallel:
         tensors = [value for value, _ in sources]
         found = [layer for layer in map(layer_of, tensors) if layer is not None]
         if found:
-            layer = found[0]
-            if (layer.placement.ranks, layer.rank) != (self.ranks.size, self.ranks.rank):
-                raise ExpertParallelError(
-                    f"{layer.name}: experts spread over {layer.placement.ranks} ranks (this is {layer.rank}) in a "
-                    f"group of {self.ranks.size} (this is {self.ranks.rank}), allowed: the mesh given to shard_experts"
-                )
-            return layer
+            return self._checked(found[0], tensors)
         if any(value is None for value in tensors):
             where = layer_name(node) or "a layer"
             raise ExpertParallelError(
                 f"{where}: its experts' weights are computed or handed in, allowed: parameters or buffers of the model"
             )
+        _check_router(node)
         experts = tensors[0].shape[0]
         placement = Placement.contiguous(experts, self.ranks.size)
         name = sources[0][1].rsplit(".", 1)[0]
         with unset_fake_temporarily():  # its state is real, also while a graph is traced
-            return ExpertLayer(name, placement, self.ranks.rank, tensors, whole=True)
+            return ExpertLayer(name, placement, self.ranks.rank, tensors, True, members=self.ranks.members)
+
+    def _checked(self, layer: ExpertLayer, tensors: Sequence[Any]) -> ExpertLayer:
+        if not all(any(tensor is own for own in layer.weights) for tensor in tensors):
+            raise ExpertParallelError(
+                f"{layer.name}: some of its weights were replaced after they were spread, allowed: changes in place"
+            )
+        members = layer.members or tuple(range(layer.placement.ranks))
+        if (layer.rank, members) != (self.ranks.rank, self.ranks.members):
+            raise ExpertParallelError(
+                f"{layer.name}: experts spread over ranks {list(members)} (this is number {layer.rank}) in a group of "
+                f"ranks {list(self.ranks.members)} (this is number {self.ranks.rank}), allowed: the mesh given to "
+                "shard_experts"
+            )
+        return layer
 
     def _exchange(self, gm: GraphModule, sub: Subgraph, node: Node, layers: list[ExpertLayer], agreed: str) -> None:
         first = layers[0]
-        each = ((layer.placement, layer) for layer in layers)
-        kinds = {(where.experts, where.slots_per_rank, layer.whole, layer.width) for where, layer in each}
+        kinds = {layer.kind for layer in layers}
         if len(kinds) > 1:
             raise ExpertParallelError(
                 f"{', '.join(layer.name for layer in layers)}: layers of one kind with unlike experts, slots or "
@@ -147,12 +178,26 @@ class ExpertParallel:
         mode = fake_mode(gm)
         if mode.shape_env is not None:
             compat.allow_data_dependent_shapes(mode.shape_env)
-        tables = [_state(gm, layer, "table", mode) for layer in layers]
-        loads = [_state(gm, layer, "load", mode) for layer in layers] if self.form.load else None
+        tables = [self._state(gm, layer, "table", mode) for layer in layers]
+        loads = [self._state(gm, layer, "load", mode) for layer in layers] if self.form.load else None
         table = tables[0] if sub.gm is gm else _operand(sub, tables, "expert_table")
         load = None if loads is None else loads[0] if sub.gm is gm else _operand(sub, loads, "expert_load")
         self._check_tokens(first, given["x"])
         _rewrite(sub.gm.graph, node, given, table, load, first, self.ranks, self.form, agreed, mode)
+
+    def _state(self, gm: GraphModule, layer: ExpertLayer, what: str, mode: Any) -> Node:
+        """A tensor of the layer's state as one more input of the graph. It goes with the weights of each call: Dynamo
+        runs one graph for every module that has the same code."""
+        position = next(i for i, value in enumerate(self.weights) if any(value is own for own in layer.weights))
+        wanted = StateInput(position, what, layer.kind)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        if wanted in self.state:
+            return inputs[len(inputs) - len(self.state) + self.state.index(wanted)]
+        with gm.graph.inserting_after(inputs[-1]):
+            node = gm.graph.placeholder(f"expert_{what}_{len(inputs)}")
+        set_val(node, mode.from_tensor(getattr(layer, what), static_shapes=True))
+        self.state.append(wanted)
+        return node
 
     def _check_tokens(self, layer: ExpertLayer, x: Node) -> None:
         tokens = x.meta["val"].shape[0]
@@ -241,19 +286,30 @@ def _source(value: Any) -> Any:
     return value
 
 
-def _state(gm: GraphModule, layer: ExpertLayer, what: str, mode: Any) -> Node:
-    """A tensor of the layer's state as a buffer of the graph, so that changes in place reach compiled code."""
-    attribute = f"{layer.name}.{what}".replace(".", "_")
-    node = next((n for n in gm.graph.find_nodes(op="get_attr") if n.target == attribute), None)
-    if node is not None:
-        return node
-    value = getattr(layer, what)
-    gm.register_buffer(attribute, value, persistent=False)
-    last = gm.graph.find_nodes(op="placeholder")[-1]
-    with gm.graph.inserting_after(last):
-        node = gm.graph.get_attr(attribute)
-    set_val(node, mode.from_tensor(value, static_shapes=True))
-    return node
+def refuse_copies(gm: GraphModule) -> None:
+    """For graphs whose experts are on every rank.
+
+    Raises:
+        ExpertParallelError: see `_check_router`.
+    """
+    for sub in subgraphs(gm):
+        for node in [n for target in _OPS for n in find(sub.gm.graph, target)]:
+            _check_router(node)
+
+
+def _check_router(node: Node) -> None:
+    """Raises ExpertParallelError where a router chooses among other experts than there are weights of: as in a copy of
+    a model that holds one rank's experts, which does not know of the others."""
+    given = bound_args(node)
+    held = given["w13"].meta["val"].shape[0]
+    for router in given["indices"].all_input_nodes:
+        if router.target is torch.ops.dsv4.router.default:
+            chosen = bound_args(router)["weight"].meta["val"].shape[0]
+            if chosen != held:
+                raise ExpertParallelError(
+                    f"{layer_name(node) or 'a layer'}: weights of {held} experts and a router that chooses among "
+                    f"{chosen}, allowed: a model that shard_experts was called on (a copy of one is none)"
+                )
 
 
 def _operand(sub: Subgraph, values: Sequence[Node], name: str) -> Node:
@@ -261,7 +317,7 @@ def _operand(sub: Subgraph, values: Sequence[Node], name: str) -> Node:
     graph = sub.gm.graph
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        placeholder = graph.placeholder(name)
+        placeholder = graph.placeholder(f"{name}_{len(graph.find_nodes(op='placeholder'))}")
     set_val(placeholder, values[0].meta["val"])
     for call, value in zip(sub.sites, values, strict=True):
         if call.target is HOP.invoke_subgraph:

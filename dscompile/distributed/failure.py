@@ -25,14 +25,15 @@ class ExchangeError(RuntimeError):
 
 @contextlib.contextmanager
 def named_failures(group: str, rank: int, what: str) -> Iterator[None]:
-    """Turns a failed collective into an `ExchangeError` that names the ranks which are gone."""
+    """Turns a failed collective into an `ExchangeError` that names the ranks which are gone, by their global ranks."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
         if isinstance(error, ExchangeError) or not _is_of_communication(error):
             raise
         text = " ".join(str(error).split())
-        raise ExchangeError(f"{what} failed on rank {rank}: {_who(group, rank)} ({text[:300]})") from error
+        here = dist.get_rank() if dist.is_initialized() else rank
+        raise ExchangeError(f"{what} failed on rank {here}: {_who(group, rank)} ({text[:300]})") from error
 
 
 def _is_of_communication(error: BaseException) -> bool:
@@ -49,7 +50,8 @@ def _who(group: str, rank: int) -> str:
         return f"the store that ranks meet at does not answer either ({type(error).__name__}), its host is gone"
     if not missing:
         return "every rank answered, so none has died; do all ranks run the same steps?"
-    shown = ", ".join(map(str, missing))
+    members = dist.get_process_group_ranks(compat.process_group(group))
+    shown = ", ".join(str(members[each]) for each in missing)
     return f"rank{'s' if len(missing) > 1 else ''} {shown} did not answer within {ANSWER_SECONDS:g} s"
 
 

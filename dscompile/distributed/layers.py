@@ -17,14 +17,16 @@ _MARK = "_dsv4_expert_layer"
 class ExpertLayer:
     """State of one layer's exchange. Compiled graphs read its tensors, so they change in place only.
 
-    name: the layer's module path. rank: this one's place in the group. weights: tensors [slots or experts, ...] stacked
+    name: the layer's module path. rank: this one's place in the group, whose members (global ranks) are `members`, if
+    they are known. weights: tensors [slots or experts, ...] stacked
     by expert. whole: they hold every expert, in order, and not just this rank's slots. table: `slot_table`. load: int64
     [experts], tokens that chose each expert on this rank since it was last zeroed.
     """
 
     def __init__(
-        self, name: str, placement: Placement, rank: int, weights: Sequence[Tensor], whole: bool, width: int = 1
-    ) -> None:
+        self, name: str, placement: Placement, rank: int, weights: Sequence[Tensor], whole: bool, width: int = 1,
+        members: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         device = weights[0].device
         held = placement.experts if whole else placement.slots_per_rank
         for tensor in weights:
@@ -34,7 +36,7 @@ class ExpertLayer:
             raise PlacementError(
                 f"{name}: a placement of its own for a model that holds every expert, allowed: shard_experts first"
             )
-        self.name, self.rank, self.whole = name, rank, whole
+        self.name, self.rank, self.whole, self.members = name, rank, whole, members
         self.placement = placement
         self.weights = tuple(weights)
         self.width = max(width, int(placement.replicas.max()))
@@ -42,6 +44,12 @@ class ExpertLayer:
         self.load = torch.zeros(placement.experts, dtype=torch.int64, device=device)
         for tensor in self.weights:
             setattr(tensor, _MARK, self)
+
+    @property
+    def kind(self) -> tuple[int, int, int, int, bool, int]:
+        """What compiled code takes for granted of a layer."""
+        where = self.placement
+        return (where.experts, where.ranks, where.slots_per_rank, self.rank, self.whole, self.width)
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -160,6 +160,8 @@ class Rebalancer:
         for name, value, least in (("every", every, 1), ("margin", margin, 1), ("most_copies", most_copies or 0, 0)):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name}: {value!r}, allowed: a whole number >= {least}")
+        if whole := [layer.name for layer in experts.layers if layer.whole]:
+            raise ValueError(f"{whole[0]}: every rank holds all of its experts, allowed: layers of shard_experts")
         ranks, numbers = experts.ranks, {layer.placement.experts for layer in experts.layers}
         if nodes < 1 or ranks.size % nodes or any(number % nodes for number in numbers):
             raise PlacementError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dscompile import compat
 from dscompile.distributed import agreement
-from dscompile.distributed.layers import ExpertLayer, layer_of
+from dscompile.distributed.layers import ExpertLayer, layer_of, unmark
 from dscompile.distributed.mesh import Ranks, ranks_of
 from dscompile.distributed.placement import Placement, PlacementError
 
@@ -53,8 +53,8 @@ def shard_experts(
     Every rank of the mesh calls it, with equal weights on all.
 
     Args:
-        model: holds every expert of its layers. Modules with experts are those that hold at least two parameters or
-            buffers of three dimensions or more with the same first one, the number of experts; or those in `of`.
+        model: holds every expert of its layers. Modules with experts are those that hold two or more parameters of
+            three dimensions or more with the same first one, the number of experts; or those in `of`.
         mesh, expert_parallel: a DeviceMesh and its dimension, or a process group.
         placement: where experts lie, for all layers or by the module's name; None is `Placement.contiguous`.
         replicas: the most replicas of an expert that a later placement may have; None: as many as slots allow.
@@ -69,16 +69,20 @@ def shard_experts(
     if not found:
         raise ValueError(f"{type(model).__name__} has no module with experts; allowed: of=[modules that hold them]")
     for name, (module, _) in found.items():
-        if any(layer_of(tensor) is not None for _, tensor in _stacks(module)):
-            raise ValueError(f"{name}: its experts are spread already, allowed: a model that holds every expert")
+        for layer in {layer_of(tensor) for _, tensor in _stacks(module, of)} - {None}:
+            assert layer is not None
+            if not layer.whole:
+                raise ValueError(f"{name}: its experts are spread already, allowed: a model that holds every expert")
+            unmark(layer)  # it was compiled with a mesh before
     placements = {
         name: placement_for(name, _given(placement, name), count, ranks.size) for name, (_, count) in found.items()
     }
     _check_names(placement, found)
     _check_equal(ranks, placements)
-    layers = [_shard(name, module, placements[name], ranks.rank, replicas) for name, (module, _) in found.items()]
+    layers = []
     for name, (module, _) in found.items():
-        adopt(module, model.get_submodule(name.rpartition(".")[0]), placements[name])
+        stacks = _cut(module, dict(_stacks(module, of)), placements[name].on_rank(ranks.rank))
+        layers.append(_layer(model, name, module, stacks, placements[name], ranks, replicas))
     return ShardedExperts(tuple(layers), ranks)
 
 
@@ -102,13 +106,15 @@ def expert_modules(
     for name, module in model.named_modules():
         if of is not None and not any(module is each for each in of):
             continue
-        sizes = {tensor.shape[0] for _, tensor in _stacks(module)}
-        if len(sizes) == 1 and len(list(_stacks(module))) >= 2 and (size := sizes.pop()) > 1:
+        sizes = {tensor.shape[0] for _, tensor in _stacks(module, of)}
+        if len(sizes) == 1 and len(list(_stacks(module, of))) >= 2 and (size := sizes.pop()) > 1:
             yield name, (module, size)
 
 
-def _stacks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+def _stacks(module: nn.Module, of: Sequence[nn.Module] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Buffers only of modules that were named: two caches of a batch look like two stacks of experts."""
+    buffers = module.named_buffers(recurse=False) if of is not None else ()
+    for name, tensor in (*module.named_parameters(recurse=False), *buffers):
         if tensor.dim() >= 3:
             yield name, tensor
 
@@ -141,8 +147,7 @@ def take_over(model: nn.Module, ranks: Ranks, placement: Placement) -> ShardedEx
     for name, module in model.named_modules():
         stacks = [tensor for _, tensor in _stacks(module)]
         if len(stacks) >= 2 and {tensor.shape[0] for tensor in stacks} == {placement.slots_per_rank}:
-            adopt(module, model.get_submodule(name.rpartition(".")[0]), placement)
-            layers.append(ExpertLayer(name, placement, ranks.rank, stacks, False, placement.redundant + 1))
+            layers.append(_layer(model, name, module, stacks, placement, ranks, None))
     _check_equal(ranks, {layer.name: placement for layer in layers})
     return ShardedExperts(tuple(layers), ranks)
 
@@ -164,26 +169,36 @@ def _check_equal(ranks: Ranks, placements: Mapping[str, Placement]) -> None:
         raise agreement.AgreementError(message)
 
 
-def _shard(name: str, module: nn.Module, placement: Placement, rank: int, replicas: int | None) -> ExpertLayer:
-    held = torch.tensor(placement.on_rank(rank))
-    own: list[Tensor] = []
-    for key, tensor in list(_stacks(module)):
-        rows = tensor.detach()[held.to(tensor.device)]  # a copy, so that the whole stack is freed
+def _cut(module: nn.Module, stacks: Mapping[str, Tensor], held: Sequence[int]) -> list[Tensor]:
+    """Leave these experts only in a module; what it then holds."""
+    for key, tensor in stacks.items():
+        rows = tensor.detach()[torch.tensor(held, device=tensor.device)]  # a copy, so that the whole stack is freed
         if isinstance(tensor, nn.Parameter):
             setattr(module, key, nn.Parameter(rows, requires_grad=False))
         else:
             module.register_buffer(key, rows, persistent=key not in module._non_persistent_buffers_set)
-        own.append(getattr(module, key))
-    widest = min(placement.redundant + 1 if replicas is None else replicas, len(placement.slots))
-    return ExpertLayer(name, placement, rank, own, whole=False, width=widest)
+    return [getattr(module, key) for key in stacks]
 
 
-def adopt(module: nn.Module, owner: nn.Module, placement: Placement) -> None:
-    """Make a module that holds only some experts count those, and its owner refuse to run eagerly."""
+def _layer(
+    model: nn.Module, name: str, module: nn.Module, stacks: Sequence[Tensor], placement: Placement, ranks: Ranks,
+    replicas: int | None,
+) -> ExpertLayer:  # fmt: skip
+    """The state of a module that holds this rank's experts only; prepares the module for that.
+
+    It counts the experts that it holds, refuses to run eagerly, as do the modules that use it, and its state dict says
+    which experts are in it.
+    """
     for key, value in vars(module).items():  # such as num_experts, by which a module's forward sizes its groups
         if type(value) is int and value == placement.experts and "expert" in key:
             setattr(module, key, placement.slots_per_rank)
-    owner.register_forward_pre_hook(_refuse_eager)
+    users = [each for each in model.modules() if any(child is module for child in each.children())]
+    for each in (module, *users):
+        each.register_forward_pre_hook(_refuse_eager)
+    module.register_state_dict_post_hook(_say_experts)
+    module.register_load_state_dict_pre_hook(_check_experts)
+    widest = min(placement.redundant + 1 if replicas is None else replicas, len(placement.slots))
+    return ExpertLayer(name, placement, ranks.rank, stacks, False, widest, ranks.members)
 
 
 def _refuse_eager(module: nn.Module, args: Any) -> None:
@@ -191,4 +206,31 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
         raise RuntimeError(
             f"{type(module).__name__} holds only this rank's experts, allowed: torch.compile(model, backend='dsv4', "
             "options={'mesh': ...})"
+        )
+
+
+_HELD = "held_experts"
+
+
+def _held(module: nn.Module) -> tuple[int, ...] | None:
+    layers = [layer_of(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+    return next((layer.held for layer in layers if layer is not None), None)
+
+
+def _say_experts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if (held := _held(module)) is not None:
+        state[f"{prefix}{_HELD}"] = torch.tensor(held)
+
+
+def _check_experts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+    """Raises ValueError where the weights to load are of other experts than the module's slots hold."""
+    given, held = state.pop(f"{prefix}{_HELD}", None), _held(module)
+    if given is None or held is None:
+        return
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(f"{prefix.rstrip('.')}: load_state_dict(assign=True) on spread experts, allowed: assign=False")
+    if tuple(given.tolist()) != held:
+        raise ValueError(
+            f"{prefix.rstrip('.')}: weights of experts {given.tolist()} for slots that hold {list(held)}, allowed: the "
+            "same placement as when they were saved"
         )

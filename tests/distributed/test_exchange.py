@@ -98,7 +98,7 @@ def distinct(indices: torch.Tensor, placement: Placement, rank: int) -> int | No
     return sum(len({home[e] for e in row if e >= 0} - {rank}) for row in indices.tolist())
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_equal_to_one_process(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(work, ranks, tmp_path, ranks):
         assert len(found) == len(KINDS) * len(FORMS) * 2

@@ -135,6 +135,40 @@ def test_fp8_rows(tmp_path: Path) -> None:
         assert error <= 2**-6  # sums of a rank are rounded to bf16 before they are added up
 
 
+def shuffled(seed: int) -> Placement:
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
+    return Placement(tuple(order), 16, 2)
+
+
+@torch.no_grad()
+def modules_apart(rank: int) -> None:
+    """Dynamo runs one graph for all modules with the same code: each still uses and counts its own experts."""
+    whole, model, second = Blocks(layers=3), Blocks(layers=3), Blocks(layers=3)
+    names = [f"layers.{i}.ffn.experts" for i in range(3)]
+    sharded = dscompile.shard_experts(
+        model, dist.group.WORLD, placement={name: shuffled(i) for i, name in enumerate(names)}
+    )  # fmt: skip
+    other = dscompile.shard_experts(
+        second, dist.group.WORLD, placement={name: shuffled(9 - i) for i, name in enumerate(names)}
+    )  # fmt: skip
+    x = tokens(model.config, rank, (2, 5), torch.float32)
+    options = {"mesh": dist.group.WORLD, "inductor": False, "expert_load": True}
+    once, twice = whole(x), whole(whole(x))
+    for each in (model, second):
+        equal(torch.compile(each, backend="dsv4", options=options)(x), once)
+    equal(torch.compile(lambda x: second(model(x)), backend="dsv4", options=options)(x), twice)
+    for layer in model.layers:
+        layer.compile(backend="dsv4", options=options)
+    equal(model(x), once)
+    top_k = model.config.num_experts_per_tok
+    assert [int(layer.load.sum()) for layer in sharded.layers] == [3 * 10 * top_k] * 3
+    assert [int(layer.load.sum()) for layer in other.layers] == [2 * 10 * top_k] * 3
+
+
+def test_modules_with_the_same_code(tmp_path: Path) -> None:
+    run_ranks(modules_apart, 2, tmp_path)
+
+
 @torch.no_grad()
 def unlike_options(rank: int) -> str:
     model = Blocks(layers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from dscompile.distributed.agreement import difference
 from dscompile.distributed.layers import layer_of
 from dscompile.distributed.mesh import MeshError, ranks_of
 from dscompile.distributed.placement import Placement, PlacementError
+from dscompile.distributed.rebalance import Rebalancer
+from dscompile.distributed.sharding import sharded_experts
 from dscompile.expert_options import form_of
 from dscompile.options import OptionError, Options
 from dscompile.passes.expert_parallel import ExpertParallelError
@@ -54,7 +57,9 @@ def test_one_rank_of_72() -> None:
             ]  # fmt: skip
         assert refused(model, x).endswith("option 'mesh' is None; allowed: the mesh that was given to shard_experts")
         other = dist.new_group([4, 5])
-        assert "in a group of 2 (this is 1), allowed: the mesh given to shard_experts" in refused(model, x, mesh=other)
+        assert "in a group of ranks [4, 5] (this is number 1), allowed: the mesh given to" in refused(
+            model, x, mesh=other
+        )
         with pytest.raises(RuntimeError, match="MoE holds only this rank's experts"):
             model(x)
         with pytest.raises(ValueError, match="spread already"):
@@ -81,6 +86,57 @@ def test_a_model_that_holds_every_expert() -> None:
         run(model, x, mesh=group, expert_load=True)
         assert layer_of(model.layers[0].ffn.experts.w13) is layer
         assert int(layer.load.sum()) == 2 * 2 * model.config.num_experts_per_tok
+
+
+def test_copies_and_saved_weights() -> None:
+    """A copy of a rank's share does not pass for a whole model, nor weights of other experts for its own."""
+    model = Blocks(layers=1)
+    x = tokens(model.config, 0, (1, 2), torch.float32)
+    experts = model.config.n_routed_experts
+    with fake_group(0, 2) as group:
+        order = tuple(reversed(range(experts)))
+        sharded = dscompile.shard_experts(model, group, placement=Placement(order, experts, 2))
+        state = model.state_dict()
+        assert state["layers.0.ffn.experts.held_experts"].tolist() == [*order[: experts // 2]]
+        model.load_state_dict(state)
+        plain = Blocks(layers=1)
+        dscompile.shard_experts(plain, group)
+        with pytest.raises(ValueError, match=r"weights of experts \[15, 14.*for slots that hold \[0, 1"):
+            plain.load_state_dict(state)
+        with pytest.raises(ValueError, match="assign=True"):
+            model.load_state_dict(state, assign=True)
+        copied = copy.deepcopy(model)
+        for options in ({"mesh": group}, {}):
+            message = refused(copied, x, **options)
+            assert f"weights of {experts // 2} experts and a router that chooses among {experts}" in message
+        experts_module = model.layers[0].ffn.experts
+        experts_module.w2 = torch.nn.Parameter(experts_module.w2.clone(), requires_grad=False)
+        assert "some of its weights were replaced" in refused(model, x, mesh=group)
+        with pytest.raises(RuntimeError, match="holds only this rank's experts"):
+            model.layers[0].ffn(x)
+        assert sharded.layers[0].members == (0, 1)
+
+
+def test_whole_models_and_caches_are_not_cut() -> None:
+    class Caches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k", torch.zeros(4, 8, 2))
+            self.register_buffer("v", torch.zeros(4, 8, 2))
+
+    model = Blocks(layers=1)
+    x = tokens(model.config, 0, (1, 2), torch.float32)
+    with fake_group(0, 2) as group:
+        with pytest.raises(ValueError, match="Caches has no module with experts"):
+            dscompile.shard_experts(Caches(), group)
+        assert "no experts were recognised" in run(torch.nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2),
+                                                   mesh=group).notes[-1]  # fmt: skip
+        run(model, x, mesh=group)
+        with pytest.raises(ValueError, match="every rank holds all of its experts"):
+            Rebalancer(sharded_experts(model, group), every=1)
+        sharded = dscompile.shard_experts(model, group)
+        assert sharded.held_bytes * 2 == sharded.whole_bytes
+        assert run(model, x, mesh=group).exchanges
 
 
 def test_numbers_that_do_not_go_together() -> None:
