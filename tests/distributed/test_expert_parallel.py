@@ -92,6 +92,7 @@ def eight(rank: int) -> None:
     equal(run(x), whole(x))
 
 
+@pytest.mark.slow
 def test_eight_ranks(tmp_path: Path) -> None:
     run_ranks(eight, 8, tmp_path)
 

@@ -78,6 +78,7 @@ def load(
     headers = read_headers(folder)
     tables = [f"layers.{layer}.engram.embed.weight" for layer in config.engram_layer_ids]
     packed_tables = any(headers[name].dtype == "F8_E4M3" for name in tables if name in headers)
+
     def make() -> DeepseekV41ForCausalLM:
         return DeepseekV41ForCausalLM(
             config, dtype, weights, packed_tables=packed_tables, random=False, activations=activations
