@@ -51,7 +51,9 @@ def explain(*arguments: str, status: int = 0) -> str:
 
 
 def test_the_command_draws_what_runs_while_tokens_travel(user_file: Path, tmp_path: Path) -> None:
-    text = explain(f"{user_file}:blocks", "--schedule", "--ranks", "4")
+    output = tmp_path / "drawn.txt"
+    explain(f"{user_file}:blocks", "--schedule", "--ranks", "4", "--output", str(output))
+    text = output.read_text()
     assert "> dispatch layers.1" in text and "< combine layers.0" in text and "NOTHING RUNS MEANWHILE" in text
     assert "4 exchanges, 2 with nothing that runs meanwhile" in text
     data = json.loads(explain(f"{user_file}:blocks", "--schedule", "--ranks", "2", "--format", "json"))
@@ -59,8 +61,10 @@ def test_the_command_draws_what_runs_while_tokens_travel(user_file: Path, tmp_pa
     assert "4 slots" not in data["graphs"][0]["exchanges"][0] and "2 ranks" in data["graphs"][0]["exchanges"][0]
 
 
-def test_the_command_draws_two_halves(user_file: Path) -> None:
-    text = explain(f"{user_file}:batch", "--schedule", "--micro-batches", "2")
+def test_the_command_draws_two_halves(user_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "drawn.txt"  # as wide as it needs to be, whatever the terminal
+    explain(f"{user_file}:batch", "--schedule", "--micro-batches", "2", "--output", str(output))
+    text = output.read_text()
     assert "half 1 computes" in text and "< combine layers.0, half 1" in text and "NOTHING" not in text
     said = explain(f"{user_file}:batch", "--micro-batches", "2", status=2)
     assert "'micro_batches' is 2" in said and "without the option 'mesh'" in said
