@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from dscompile import __version__, compat
+from dscompile.distributed.layers import layer_of
 from dscompile.expert_options import expert_ranks, form_of
 from dscompile.options import Options
+from dscompile.passes.engine import PassContext
+from dscompile.passes.expert_parallel import ExpertParallel, ExpertParallelError, Form, StateInput, refuse_copies
 from dscompile.report import GraphReport
 from dscompile.targets import Target
-
-if TYPE_CHECKING:
-    from dscompile.passes.expert_parallel import StateInput
 
 _OWN = ("mesh", "dump_dir", "report")  # may differ between ranks
 
@@ -33,14 +33,9 @@ def spread_experts(
         ExpertParallelError: as the pass; or the model holds only this rank's experts and the option is not there.
     """
     if options.mesh is None:
-        from dscompile.passes.expert_parallel import refuse_copies
-
         _refuse_parts(names, values)
         refuse_copies(graph)
         return []
-    from dscompile.passes.engine import PassContext
-    from dscompile.passes.expert_parallel import ExpertParallel, Form
-
     form = Form(
         (options.expert_capacity or 0) if form_of(options) == "padded" else 0, options.expert_overflow,
         options.expert_payload, options.expert_transport, options.expert_load,
@@ -67,14 +62,8 @@ def with_state(run: Callable[..., Any], state: Sequence[StateInput]) -> Callable
 
 def _refuse_parts(names: Sequence[str], values: Sequence[Any]) -> None:
     for name, value in zip(names, values):
-        if value is None or not hasattr(value, "__dict__"):
-            continue
-        from dscompile.distributed.layers import layer_of
-
         layer = layer_of(value)
         if layer is not None and not layer.whole:
-            from dscompile.passes.expert_parallel import ExpertParallelError
-
             raise ExpertParallelError(
                 f"{name}: this rank holds {layer.placement.slots_per_rank} slots of {layer.placement.experts} experts, "
                 "option 'mesh' is None; allowed: the mesh that was given to shard_experts"

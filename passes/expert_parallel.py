@@ -48,8 +48,11 @@ class StateInput:
     kind: tuple[Any, ...]
 
     def of(self, inputs: Sequence[Any]) -> Any:
-        """The tensor, for the inputs of a call. ExpertParallelError for weights that are not spread like those compiled
-        for."""
+        """The tensor, for the inputs of a call.
+
+        Raises:
+            ExpertParallelError: weights that are not spread like those it was compiled for.
+        """
         layer = layer_of(inputs[self.position])
         if layer is None or layer.kind != self.kind:
             found = "a plain tensor" if layer is None else f"{layer.name}, {layer.kind}"
@@ -62,10 +65,10 @@ class StateInput:
 
 @dataclass(frozen=True)
 class Form:
-    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`. facts: what
-    ranks must agree on besides the layers.
+    """How exchanges of a graph travel; see `dscompile.distributed.routing.Spec` and the options `expert_*`.
 
-    empty_half: other ranks may run the batch in two halves and exchange twice: so does this one, without tokens.
+    facts: what ranks must agree on besides the layers. empty_half: other ranks may run the batch in two halves and
+    exchange twice: so does this one, without tokens.
     """
 
     capacity: int = 0
@@ -97,7 +100,7 @@ class ExpertParallel:
         start = time.perf_counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
         known = {node: (value, name) for node, value, name in zip(placeholders, self.weights, self.names)}
-        used: set[str] = set()
+        used: set[ExpertLayer] = set()
         notes: list[str] = []
         found = [
             (sub, node, self._layers(gm, sub, node, known))
@@ -106,13 +109,13 @@ class ExpertParallel:
         agreed = agreement.announce({**self.form.facts, "layers with experts": _described(found)})
         for sub, node, layers in found:
             self._exchange(gm, sub, node, layers, agreed)
-            used |= {layer.name for layer in layers}
+            used |= set(layers)
             notes += [self._note(layer, node) for layer in layers]
             sub.gm.graph.lint()
             sub.gm.recompile()
         for value, name in known.values():
             layer = layer_of(value)
-            if layer is not None and not layer.whole and layer.name not in used:
+            if layer is not None and not layer.whole and layer not in used:
                 raise ExpertParallelError(
                     f"{name}: its experts are spread over {layer.placement.ranks} ranks but were not recognised in "
                     "the graph, so this rank's share would be taken for all; print(dscompile.last_report()) says why"

@@ -13,8 +13,8 @@ from dscompile.distributed.mesh import MeshError
 
 
 @contextlib.contextmanager
-def imagined_ranks(ranks: int) -> Iterator[Any]:
-    """A process group of torch's backend "fake" in which this is rank 0 of `ranks`; see `transports.mirror`.
+def imagined_ranks(ranks: int, rank: int = 0) -> Iterator[Any]:
+    """A process group of torch's backend "fake" in which this is one of `ranks`; see `transports.mirror`.
 
     Raises:
         MeshError: torch.distributed is initialised in this process already; or fewer than one rank.
@@ -25,7 +25,7 @@ def imagined_ranks(ranks: int) -> Iterator[Any]:
         raise MeshError(f"{ranks} ranks, allowed: 1 or more")
     if dist.is_initialized():
         raise MeshError("imagined ranks in a process with a process group; allowed: before init_process_group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     group: Any = dist.group.WORLD
     try:
         yield group

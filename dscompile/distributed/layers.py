@@ -18,9 +18,9 @@ class ExpertLayer:
     """State of one layer's exchange. Compiled graphs read its tensors, so they change in place only.
 
     name: the layer's module path. rank: this one's place in the group, whose members (global ranks) are `members`, if
-    they are known. weights: tensors [slots or experts, ...] stacked
-    by expert. whole: they hold every expert, in order, and not just this rank's slots. table: `slot_table`. load: int64
-    [experts], tokens that chose each expert on this rank since it was last zeroed.
+    they are known. weights: tensors [slots or experts, ...] stacked by expert. whole: they hold every expert, in order,
+    and not just this rank's slots. table: `slot_table`. load: int64 [experts], tokens that chose each expert on this
+    rank since it was last zeroed.
     """
 
     def __init__(

@@ -14,18 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dscompile.distributed.imagined import imagined_ranks
+
 
 @contextlib.contextmanager
 def fake_group(rank: int, ranks: int) -> Iterator[dist.ProcessGroup]:
     """This process as one rank of a group whose others do not exist: enough to compile, not to run."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    assert dist.group.WORLD is not None
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+    with imagined_ranks(ranks, rank) as group:
+        yield group
 
 
 Work = Callable[..., Any]
