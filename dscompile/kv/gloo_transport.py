@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,25 +28,26 @@ class DistributedTransport(MessageTransport):
 
     def write(self, message: bytes, timeout: float) -> None:
         """Its length, then its bytes."""
-        self._wait(dist.isend(torch.tensor([len(message)]), self.peer, self.group), timeout, "send to")
-        self._wait(dist.isend(as_tensor(message), self.peer, self.group), timeout, "send to")
+        self._move(dist.isend, torch.tensor([len(message)]), timeout, "send to")
+        self._move(dist.isend, as_tensor(message), timeout, "send to")
 
     def read(self, timeout: float) -> bytes:
         """Its length, then its bytes."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._wait(dist.irecv(length, self.peer, self.group), timeout, "receive from")
+        self._move(dist.irecv, length, timeout, "receive from")
         if not 0 < int(length) <= _MOST_BYTES:
             raise TransferError(f"message of {int(length)} bytes from rank {self.peer}, allowed: 1 to {_MOST_BYTES}")
         data = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(dist.irecv(data, self.peer, self.group), timeout, "receive from")
+        self._move(dist.irecv, data, timeout, "receive from")
         return data.numpy().tobytes()
 
-    def _wait(self, work: Any, timeout: float, what: str) -> None:
+    def _move(self, start: Callable[..., Any], data: torch.Tensor, timeout: float, what: str) -> None:
+        """A peer that is gone shows while the exchange is started or while it is waited for, as its end was noticed."""
         try:
-            if work is None or not work.wait(timedelta(seconds=max(timeout, 0.001))):
-                raise TransferError(f"cannot {what} rank {self.peer} within {timeout:.3g} s")
+            work = start(data, self.peer, self.group)
+            done = work is not None and work.wait(timedelta(seconds=max(timeout, 0.001)))
         except RuntimeError as error:
-            if isinstance(error, TransferError):
-                raise
             first = str(error).splitlines()[0]
             raise TransferError(f"cannot {what} rank {self.peer} within {timeout:.3g} s: {first}") from error
+        if not done:
+            raise TransferError(f"cannot {what} rank {self.peer} within {timeout:.3g} s")

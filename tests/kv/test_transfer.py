@@ -167,7 +167,7 @@ def test_a_killed_sender_in_shared_memory() -> None:
             assert used == 0 and not mine.pages.requests and not mine.imported
 
 
-@pytest.mark.parametrize("after", [-1, 4])
+@pytest.mark.parametrize("after", [-1, 0, 4])
 def test_gloo(tmp_path: Path, after: int) -> None:
     """Two real processes; with `after`, the sender is killed before that message."""
     spawn = multiprocessing.get_context("spawn")
