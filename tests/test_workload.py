@@ -13,7 +13,7 @@ RELEASED = DeepseekV41Config.released()
 # Every kind of layer more than once, as in the release.
 REPEATED = DeepseekV41Config.miniature(
     num_hidden_layers=11, compress_ratios=(0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1), kv_source_layer_ids=(2, 4, 6),
-    index_source_layer_ids=(2, 4, 6, 8, 9), candidate_source_layer_id=6,
+    index_source_layer_ids=(2, 4, 6, 8, 9), candidate_source_layer_id=6, hc_sinkhorn_iters=2,
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_counts_are_those_of_the_whole_model() -> None:
 def test_stored_weights_have_calls_of_their_own() -> None:
     config = DeepseekV41Config.miniature(
         num_hidden_layers=2, compress_ratios=(0, 1), kv_source_layer_ids=(1,), index_source_layer_ids=(1,),
-        candidate_source_layer_id=None,
+        candidate_source_layer_id=None, hc_sinkhorn_iters=2,
     )  # fmt: skip
     per_op = Counter[str]()
     for call in v41_calls(config, "sm_103a", "decode", batch=2, context=32, stored=True):

@@ -16,11 +16,12 @@ from dscompile.passes.engine.graphs import find, subgraphs
 from dscompile.passes.engine.testing import functional_graph, run_flat
 
 CONFIG = DeepseekV41Config.miniature()
+# Sinkhorn iterations are traced one by one, in both halves of every layer: one case has as many as the release.
 CASES = {
-    "prefill fp32": (torch.float32, 2, 9, False),
-    "prefill bf16 dynamic": (torch.bfloat16, 1, 11, True),
-    "decode fp32": (torch.float32, 1, 1, False),
-    "decode bf16": (torch.bfloat16, 2, 1, False),
+    "prefill fp32": (torch.float32, 2, 9, False, 2),
+    "prefill bf16 dynamic": (torch.bfloat16, 1, 11, True, 2),
+    "decode fp32": (torch.float32, 1, 1, False, CONFIG.hc_sinkhorn_iters),
+    "decode bf16": (torch.bfloat16, 2, 1, False, 2),
 }
 
 
@@ -43,9 +44,10 @@ class Rewritten:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
 def rewritten(request: pytest.FixtureRequest) -> Rewritten:
-    dtype, batch, length, dynamic = CASES[request.param]
+    dtype, batch, length, dynamic, iterations = CASES[request.param]
     torch.manual_seed(0)
-    model = DeepseekV41ForCausalLM(CONFIG, dtype=dtype).eval()
+    config = CONFIG.with_changes(hc_sinkhorn_iters=iterations)
+    model = DeepseekV41ForCausalLM(config, dtype=dtype).eval()
     cache = model.new_cache(batch, 64)
     ids = torch.randint(0, CONFIG.vocab_size, (batch, length))
     positions = torch.arange(length).expand(batch, length).contiguous()

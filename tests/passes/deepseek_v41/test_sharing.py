@@ -19,6 +19,7 @@ CONFIG = DeepseekV41Config.miniature(
     kv_source_layer_ids=(1, 5),
     index_source_layer_ids=(1, 5),
     candidate_source_layer_id=None,
+    hc_sinkhorn_iters=2,
 )
 
 
