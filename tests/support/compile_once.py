@@ -16,10 +16,8 @@ def main() -> None:
     from dscompile.miniatures import token_ids, v4_model
 
     fields, options = (json.loads(text) for text in sys.argv[1:])
-    model = v4_model(
-        num_hidden_layers=1, layer_types=["compressed_sparse_attention"], mlp_layer_types=["moe"],
-        hc_sinkhorn_iters=1, **fields,
-    )  # fmt: skip
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
+    model = v4_model(**{**one_layer, "hc_sinkhorn_iters": 1, **fields})
     model.set_experts_implementation("grouped_mm")
     ids = token_ids(40)
     with torch.no_grad():
