@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ def fake_group(rank: int, ranks: int) -> Iterator[dist.ProcessGroup]:
 
 
 Work = Callable[..., Any]
+#: The server starts no threads by importing these, so that forking it is safe. It skips what it cannot import.
+PRELOADED = ["pytest", "torch.distributed", "torch._dynamo", "dscompile.backend", "tests.support.expert_blocks"]
 
 
 def run_ranks(work: Work, ranks: int, folder: Path, *args: Any, seconds: float = 60) -> list[Any]:
@@ -34,7 +37,9 @@ def run_ranks(work: Work, ranks: int, folder: Path, *args: Any, seconds: float =
     every rank that raised.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_run, (work, ranks, str(folder), seconds, args), nprocs=ranks)
+    # Forked from a server that has imported what every rank needs: that takes longer than most of what ranks do.
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    mp.start_processes(_run, (work, ranks, str(folder), seconds, args), nprocs=ranks, start_method="forkserver")
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
     results = [torch.load(file, weights_only=False) if file.exists() else (True, None) for file in files]
     wrong = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(results) if not ok]
