@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # Kernels of one process are either compiled or interpreted: `make test` runs pytest twice.
 collect_ignore = [] if INTERPRETING else ["interpreted"]
 
+# Files that take longest, of those with few tests: processes get them first, so that none is left alone with one at
+# the end. (pytest-xdist's own order is by number of tests.)
+LONG = (
+    "distributed/test_expert_parallel.py", "backend/test_elide.py", "backend/test_decode_role.py",
+    "cases/test_v41.py", "cases/test_cache.py", "passes/deepseek_v41/test_model.py", "models/test_capture.py",
+    "passes/test_elide.py", "distributed/test_micro_batches.py", "cases/test_decoding.py", "kv/test_compile.py",
+    "distributed/test_padded_reads.py", "tuning/test_inputs.py", "integrations/test_v4_compiled.py",
+)  # fmt: skip
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -40,7 +50,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("tests/interpreted is not among these: make test-kernels")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests = Counter(item.path for item in items)
+        first = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
+        # Sorting is stable: tests of a file stay together, and in order, also if another has as many.
+        items.sort(key=lambda item: (first.get(item.path, len(LONG)), -tests[item.path], item.path))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
