@@ -46,8 +46,9 @@ PREFILL = ((0, 1), (2, 3))  # ranks of each prefill instance
 DECODE = (4, 5)
 INSTANCES = (*PREFILL, DECODE)
 SENDERS = tuple(rank for ranks in PREFILL for rank in ranks)
-CHUNK = 64  # tokens of a row in a prefill step: more than the 61 that an exact result takes in the last layers
-PROMPT_ROWS, DECODE_ROWS = 2, 4
+CHUNK, PROMPT_ROWS = 64, 2  # of a step of the first instance: more than the 61 that the last layers need
+TILE, TILES = 16, 8  # of the second: as many tokens a step, in rows that any prompt takes as it needs them
+DECODE_ROWS = 4
 MOST_PROMPT, MOST_TOKENS = 100, 20
 NEAR_TIE = 0.5  # of the logits' standard deviation; the best logit is about 3 of them above the mean
 SECONDS = 120.0  # of silence, in a hand-over or between ranks
@@ -71,11 +72,22 @@ def requests(count: int) -> list[Request]:
     return [Request(name, tuple(draw.choices(range(512), k=p)), t) for name, (p, t) in enumerate(lengths)]
 
 
+ROLES: dict[str, dict[str, Any]] = {
+    "prefill": {"role": "prefill", "elide": "exact"},
+    "packed prefill": {"role": "prefill"},
+    "decode": {"role": "decode", "expert_capacity": DECODE_ROWS},
+}
+
+
+def role_of(rank: int) -> str:
+    """The two prefill instances differ: one leaves out what the last layers need not do, the other packs prompts."""
+    return "decode" if rank in DECODE else "prefill" if rank in PREFILL[0] else "packed prefill"
+
+
 def compiled(model: Any, group: Any, role: str) -> Any:
     """One half of the experts here, and the graph of a role. Without Inductor: quick to start, slow to run."""
     dscompile.shard_experts(model, group)
-    options: dict[str, Any] = {"mesh": group, "role": role, "inductor": False}
-    options |= {"elide": "exact"} if role == "prefill" else {"expert_capacity": DECODE_ROWS}
+    options = {"mesh": group, "inductor": False, **ROLES[role]}
     return torch.compile(model, backend="dsv4", options=options, fullgraph=True)
 
 
@@ -88,10 +100,9 @@ def serve(rank: int, folder: str, orders: list[Any], told: Any) -> None:
     groups = [dist.new_group(ranks) for ranks in INSTANCES]
     group = next(group for group, ranks in zip(groups, INSTANCES) if rank in ranks)
     model = v41_model(torch.float32)
-    if rank in DECODE:
-        cache, rows, role = paged_cache(model.config, DECODE_ROWS, tokens=512, page_tokens=16), DECODE_ROWS, "decode"
-    else:
-        cache, rows, role = paged_cache(model.config, 6, tokens=512, page_tokens=16), PROMPT_ROWS, "prefill"
+    role = role_of(rank)
+    held, rows = {"prefill": (6, PROMPT_ROWS), "packed prefill": (6, TILES), "decode": (DECODE_ROWS, DECODE_ROWS)}[role]
+    cache = paged_cache(model.config, held, tokens=512, page_tokens=16)
     paged = PagedModel(model, cache, rows, MOST_PROMPT + MOST_TOKENS, compiled(model, group, role))
     ways = open_ways(rank)
     sent = Sent()
@@ -102,8 +113,9 @@ def serve(rank: int, folder: str, orders: list[Any], told: Any) -> None:
         serve_decode(decode, ways, orders[rank], told.put, SECONDS, in_step(group))
         work = decode.work
     else:
-        paged.feed([], [], CHUNK)
-        prefill, outbox = PrefillLoop(paged, CHUNK), Outbox(ways, SECONDS)
+        packed = role == "packed prefill"
+        prefill, outbox = PrefillLoop(paged, TILE if packed else CHUNK, packed), Outbox(ways, SECONDS)
+        prefill.step()
         ready(told, rank)
         serve_prefill(prefill, outbox, orders[rank], told.put, in_step(group))
         outbox.close()
@@ -174,13 +186,13 @@ def show(console: Console, summaries: list[Summary], seconds: float) -> None:
                   title=f"{seconds:.1f} s from first request to last token; measured here, now, without Inductor",
                   title_justify="left", show_edge=False)  # fmt: skip
     for each in sorted(summaries, key=lambda each: each.rank):
-        work, role = each.work, "decode" if each.rank in DECODE else "prefill"
-        over = (str(each.sent.bundles), str(each.sent.refused)) if role == "prefill" else ("", "")
+        work, role = each.work, role_of(each.rank)
+        over = ("", "") if role == "decode" else (str(each.sent.bundles), str(each.sent.refused))
         table.add_row(str(each.rank), role, *map(str, (work.requests, work.tokens, work.steps)),
                       f"{work.rate:.0f}", *over)  # fmt: skip
     console.print(table)
-    for role in ("prefill", "decode"):
-        ranks = [each for each in summaries if (each.rank in DECODE) == (role == "decode")]
+    for role in ROLES:
+        ranks = [each for each in summaries if role_of(each.rank) == role]
         rate = sum(each.work.rate for each in ranks)
         console.print(f"{role}: {rate:.0f} tokens per second, {len(ranks)} ranks together")
     sent = [each.sent for each in summaries]

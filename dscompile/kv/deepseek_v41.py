@@ -66,8 +66,13 @@ def paged_cache(
     return PagedCache(layout, requests, layout.pages_for(tokens), device)
 
 
-def batch_view(cache: PagedCache, numbers: Sequence[int | None], columns: int) -> PagedDeepseekV41Cache:
-    """What the model's `forward` takes for a batch of these requests (None = idle row)."""
+def batch_view(
+    cache: PagedCache, numbers: Sequence[int | None], columns: int, first_rows: Sequence[int] | None = None
+) -> PagedDeepseekV41Cache:
+    """What the model's `forward` takes for a batch of these requests (None = idle row).
+
+    `first_rows` says with which row each row's request begins, where requests have several rows.
+    """
     pools: dict[str, dict[int, Tensor]] = {}
     ratios = {spec.layer: spec.ratio for spec in cache.layout.pools if spec.part == "compressed"}
     for spec in cache.layout.pools:
@@ -83,6 +88,7 @@ def batch_view(cache: PagedCache, numbers: Sequence[int | None], columns: int) -
         state_pages=cache.pages.state.pages,
         token_pages=cache.pages.tokens.pages,
         page_tokens=cache.layout.page_tokens,
+        first_row=None if first_rows is None else torch.tensor(first_rows, device=cache.device),
         **cache.batch(numbers, columns)._asdict(),
     )
 
@@ -125,6 +131,7 @@ class PagedModel:
 
         A request that shares its beginning runs only the tokens that its rings need (`PageAllocator.replay_from`).
         """
+        self._check_requests(numbers)
         starts = []
         for number, prompt in zip(numbers, prompts, strict=True):
             if not prompt:
@@ -156,6 +163,7 @@ class PagedModel:
         counts = [len(part) for part in tokens]
         if not all(1 <= count <= MOST_TOKENS for count in counts):
             raise ValueError(f"tokens per request: {counts}, allowed: 1 to {MOST_TOKENS}")
+        self._check_requests(numbers)
         starts = [self.cache.request(number).length for number in numbers]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         self.cache.extend(numbers, ends)
@@ -173,20 +181,55 @@ class PagedModel:
         Every call is exactly `width` tokens wide, padded: a compiled model has one graph of fixed sizes for it. Parts
         of one prompt give what `prefill` of all of it gives. Without requests every row is idle, as in `step`.
         """
+        for number, part in zip(numbers, parts, strict=True):
+            if len(part) > width:
+                raise ValueError(f"request {number}: {len(part)} tokens, allowed: 1 to {width}")
+        return self._feed(numbers, parts, width, packed=False)
+
+    @torch.no_grad()
+    def pack(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """`feed` with parts of any lengths in one flat batch: `rows * width` tokens, whoever they belong to.
+
+        A request takes as many rows as its part needs, one behind the other; only its last row is padded. ValueError
+        if the parts need more rows than there are (`rows_for`).
+        """
+        needed = sum(self.rows_for(len(part), width) for part in parts)
+        if needed > self.rows:
+            lengths = [len(part) for part in parts]
+            raise ValueError(f"parts of {lengths} tokens, {needed} rows of {width}, allowed: {self.rows} rows")
+        return self._feed(numbers, parts, width, packed=True)
+
+    @staticmethod
+    def rows_for(tokens: int, width: int) -> int:
+        """Rows of `width` tokens that `pack` takes for a part."""
+        return -(-tokens // width)
+
+    def _feed(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int, packed: bool) -> Tensor:
         if width < 2:
             raise ValueError(f"width: {width}, allowed: >= 2 (a call of one token is a decode step)")
+        self._check_requests(numbers)
         starts = [self.cache.request(number).length for number in numbers]
         for number, part, start in zip(numbers, parts, starts, strict=True):
-            if not 1 <= len(part) <= width:
-                raise ValueError(f"request {number}: {len(part)} tokens, allowed: 1 to {width}")
+            if not part:
+                raise ValueError(f"request {number}: 0 tokens, allowed: >= 1")
             if self.cache.request(number).shared:
                 raise ValueError(f"request {number}: a shared beginning, allowed: `prefill` for such requests")
             self._check_room(number, start + len(part))
-        logits = self._run(numbers, [list(part) for part in parts], starts, width, dynamic=False)
+        cut = [range(0, len(part), width) for part in parts]
+        owners = [row for row, places in enumerate(cut) for _ in places]
+        logits = self._run(
+            [numbers[row] for row in owners],
+            [list(part[at : at + width]) for part, places in zip(parts, cut) for at in places],
+            [start + at for start, places in zip(starts, cut) for at in places],
+            width,
+            dynamic=False,
+            first_rows=[owners.index(row) for row in owners] if packed else None,
+        )
         for number, part, start in zip(numbers, parts, starts):
             self.cache.commit(number, start + len(part))
-        last = torch.tensor([len(part) - 1 for part in parts], dtype=torch.int64, device=logits.device)
-        return logits[torch.arange(len(parts), device=logits.device), last]
+        rows = [len(owners) - 1 - owners[::-1].index(row) for row in range(len(parts))]
+        last = [(len(part) - 1) % width for part in parts]
+        return logits[rows, last]
 
     def verify(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
         """Greedy verification: each request's next token and its drafts -> the tokens that follow, one or more each.
@@ -207,10 +250,15 @@ class PagedModel:
         return out
 
     def _run(
-        self, numbers: Sequence[int], parts: list[list[int]], starts: list[int], width: int, dynamic: bool = True
+        self,
+        numbers: Sequence[int],
+        parts: list[list[int]],
+        starts: list[int],
+        width: int,
+        dynamic: bool = True,
+        first_rows: list[int] | None = None,
     ) -> Tensor:
-        if len(numbers) > self.rows or len(set(numbers)) != len(numbers):
-            raise ValueError(f"requests {list(numbers)}, allowed: up to {self.rows}, no number twice")
+        """A batch of `width` tokens a row -> logits [len(numbers), width, vocab]; `first_rows` as in `batch_view`."""
         ids = torch.zeros(self.rows, width, dtype=torch.int64)
         positions = torch.full((self.rows, width), -1, dtype=torch.int64)
         for row, (part, start) in enumerate(zip(parts, starts)):
@@ -220,8 +268,15 @@ class PagedModel:
         ids, positions = ids.to(self.cache.device), positions.to(self.cache.device)
         if dynamic:
             mark_length_dynamic(ids, positions)
-        idle = [None] * (self.rows - len(numbers))
-        return self.forward(ids, positions, batch_view(self.cache, [*numbers, *idle], self.columns))[: len(numbers)]
+        idle = range(len(numbers), self.rows)
+        if first_rows is not None:
+            first_rows = [*first_rows, *idle]
+        view = batch_view(self.cache, [*numbers, *(None for _ in idle)], self.columns, first_rows)
+        return self.forward(ids, positions, view)[: len(numbers)]
+
+    def _check_requests(self, numbers: Sequence[int]) -> None:
+        if len(numbers) > self.rows or len(set(numbers)) != len(numbers):
+            raise ValueError(f"requests {list(numbers)}, allowed: up to {self.rows}, no number twice")
 
     def _check_room(self, number: int, tokens: int) -> None:
         most = min(self.cache.room(number), self.limit)

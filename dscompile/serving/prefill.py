@@ -21,14 +21,15 @@ class PrefillLoop:
     """Prompts in, stored requests out. Their pages stay until `release`, so that nothing is lost on the way on.
 
     Every step is one call of `paged.rows` rows of `chunk` tokens, whatever is running: ranks that share experts stay
-    in step, and a compiled model has one graph. A chunk of 1 is run as 2, the second one padding: a call of one token
-    is a decode step, in which the release scores other keys.
+    in step, and a compiled model has one graph. A prompt has one row of a step, or, `packed`, as many as are left: in
+    order of arrival, until no row or no token is left. A chunk of 1 is run in rows of 2: a call of one token is a
+    decode step, in which the release scores other keys.
     """
 
-    def __init__(self, paged: PagedModel, chunk: int) -> None:
+    def __init__(self, paged: PagedModel, chunk: int, packed: bool = False) -> None:
         if chunk < 1:
             raise ValueError(f"chunk: {chunk} tokens, allowed: >= 1")
-        self.paged, self.chunk = paged, chunk
+        self.paged, self.chunk, self.packed = paged, chunk, packed
         self.waiting: deque[Request] = deque()
         self.running: list[_Running] = []
         self.stored: dict[int, int] = {}  # name -> number, until released
@@ -47,31 +48,41 @@ class PrefillLoop:
         self.waiting.append(request)
 
     def step(self) -> list[Prefilled]:
-        """Run one chunk of every running prompt, new ones included -> those that are stored whole.
+        """Run the next tokens of running prompts, new ones included -> those that are stored whole.
 
         With nothing to run all rows are idle; call it nevertheless when another rank of the instance is busy.
         """
         began = time.perf_counter()
         self._admit()
-        size = self.chunk
-        parts = [each.request.prompt[each.done : each.done + size] for each in self.running]
-        logits = self.paged.feed([each.number for each in self.running], parts, max(size, 2))
+        parts = self._parts()
+        run = self.paged.pack if self.packed else self.paged.feed
+        logits = run([each.number for each in self.running[: len(parts)]], parts, max(self.chunk, 2))
         best = logits.argmax(-1).tolist()
-        out, left = [], []
-        for each, part, first in zip(self.running, parts, best):
+        out = []
+        for each, part, first in zip(list(self.running), parts, best):
             each.done += len(part)
-            if each.done < len(each.request.prompt):
-                left.append(each)
-                continue
-            self.stored[each.request.name] = each.number
-            out.append(Prefilled(each.request, each.number, first))
-        self.running = left
+            if each.done == len(each.request.prompt):
+                self.running.remove(each)
+                self.stored[each.request.name] = each.number
+                out.append(Prefilled(each.request, each.number, first))
         if parts:
             self.work.steps += 1
             self.work.tokens += sum(map(len, parts))
             self.work.requests += len(out)
             self.work.seconds += time.perf_counter() - began
         return out
+
+    def _parts(self) -> list[tuple[int, ...]]:
+        """Tokens of a step of the first running prompts: of all, or, packed, of as many as there are rows for."""
+        if not self.packed:
+            return [each.request.prompt[each.done : each.done + self.chunk] for each in self.running]
+        parts, rows, width = [], self.paged.rows, max(self.chunk, 2)
+        for each in self.running:
+            if rows == 0:
+                break
+            parts.append(each.request.prompt[each.done : each.done + rows * width])
+            rows -= self.paged.rows_for(len(parts[-1]), width)
+        return parts
 
     def release(self, name: int) -> None:
         """The other side has it, or nobody wants it: its pages are free. Nothing happens for one that is gone."""

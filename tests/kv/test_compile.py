@@ -53,6 +53,22 @@ def test_one_decode_graph_for_any_pages(prompt: Callable[..., Ids], alone: Calla
     assert_complete(graph, model.config)
 
 
+def test_one_packed_graph_for_any_mix(prompt: Callable[..., Ids], alone: Callable[..., Ids]) -> None:
+    """Requests with several rows, one or none: one graph, recognised whole, in which nothing is left out."""
+    model = v41_model(torch.float32, engram_layer_ids=(1,), hc_sinkhorn_iters=2)
+    forward, prompts = compiled(model, role="prefill", elide="exact"), [prompt(20, 1), prompt(9, 2), prompt(33, 3)]
+    cache = scattered(model, 3, 300)
+    eager, run = (PagedModel(model, cache, rows, 64, call) for rows, call in ((3, None), (8, forward)))
+    numbers = [cache.open(len(each)) for each in prompts]
+    with collect() as report:
+        run.pack(numbers[2:], [prompts[2][:17]], 8)
+        logits = run.pack(numbers, [*prompts[:2], prompts[2][17:]], 8)
+    assert greedy(eager, numbers, logits, 4) == [alone(model, each, 4) for each in prompts]
+    (graph,) = report.graphs
+    assert_complete(graph, model.config)
+    assert graph.elision is not None and "stores rows of all tokens" in graph.elision.reason
+
+
 @pytest.mark.slow
 def test_one_graph_for_every_longer_call(
     model: DeepseekV41ForCausalLM, prompt: Callable[..., Ids], alone: Callable[..., Ids]

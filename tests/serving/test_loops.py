@@ -20,19 +20,22 @@ from support.serving import VOCAB, Bytes, Pair, draw_requests
 Alone = Callable[[Request], tuple[int, ...]]
 
 
-def small_pair(**prefill: int) -> Pair:
+def small_pair(packed: bool = False, **prefill: int) -> Pair:
     """A decode side of three rows and too few pages for three long requests."""
     sizes = {"rows": 2, "requests": 4, "token_pages": 16, **prefill}
-    return Pair(PrefillLoop(Bytes(**sizes), chunk=5), DecodeLoop(Bytes(3, 3, token_pages=9, page_tokens=8)))
+    return Pair(PrefillLoop(Bytes(**sizes), 5, packed), DecodeLoop(Bytes(3, 3, token_pages=9, page_tokens=8)))
 
 
-@pytest.mark.parametrize(("chunk", "longest"), [(1, 40), (7, 150), (64, 700), (700, 700)])
-def test_random_requests(model: DeepseekV41ForCausalLM, alone: Alone, chunk: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "longest", "packed"),
+    [(1, 40, False), (7, 150, False), (64, 700, False), (700, 700, False), (1, 20, True), (16, 150, True)],
+)
+def test_random_requests(model: DeepseekV41ForCausalLM, alone: Alone, chunk: int, longest: int, packed: bool) -> None:
     """25 with each size of chunk. Pages of the decode side are too few for four long ones."""
     requests = draw_requests(25, longest, 6, 96, seed=chunk)
     prefill = PagedModel(model, scattered(model, 5, 2000), rows=3, max_tokens=704)
     decode = PagedModel(model, scattered(model, 4, 2 * longest + 100, skip=1, page_tokens=16), 4, max_tokens=720)
-    pair = Pair(PrefillLoop(prefill, chunk), DecodeLoop(decode))
+    pair = Pair(PrefillLoop(prefill, chunk, packed), DecodeLoop(decode))
     pair.run(requests)
     assert pair.done == {request.name: alone(request) for request in requests}
     assert pair.used_bytes() == 0
@@ -41,9 +44,10 @@ def test_random_requests(model: DeepseekV41ForCausalLM, alone: Alone, chunk: int
     assert pair.decode.work.tokens == sum(request.tokens - 1 for request in requests)
 
 
-def test_a_thousand_requests_leave_nothing() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_thousand_requests_leave_nothing(packed: bool) -> None:
     """Through both caches, some of them aborted somewhere on their way; pages by count and by bytes."""
-    requests, pair = draw_requests(1000, 18, 5, VOCAB, seed=1), small_pair()
+    requests, pair = draw_requests(1000, 18, 5, VOCAB, seed=1), small_pair(packed)
     gone: set[int] = set()
 
     def abort(turn: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dscompile.kv.bundle import KVBundle, export_kv
 from dscompile.kv.cache import PagedCache
+from dscompile.kv.deepseek_v41 import PagedModel
 from dscompile.kv.pages import OutOfPages
 from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.prefill import PrefillLoop
@@ -28,10 +29,16 @@ class Bytes:
         self.cache = PagedCache(tiny_layout(page_tokens), requests, token_pages)
         self.rows, self.limit = rows, token_pages * page_tokens
 
+    rows_for = staticmethod(PagedModel.rows_for)
+
     def feed(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> Tensor:
-        assert len(numbers) <= self.rows
-        for number, part in zip(numbers, parts):
-            assert 1 <= len(part) <= width
+        assert all(len(part) <= width for part in parts)
+        return self.pack(numbers, parts, width)
+
+    def pack(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> Tensor:
+        assert sum(self.rows_for(len(part), width) for part in parts) <= self.rows
+        for number, part in zip(numbers, parts, strict=True):
+            assert part
             for token in part:
                 self._store(number, token)
         return self._logits(numbers)

@@ -11,7 +11,7 @@ from dscompile.formats import FORMATS
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.linear import Linear, frozen
 from dscompile.models.deepseek_v41.norm import RMSNorm
-from dscompile.models.deepseek_v41.plan import gather_rows, read_rows, store_rows
+from dscompile.models.deepseek_v41.plan import gather_rows, read_history, read_rows, store_rows
 from dscompile.models.deepseek_v41.rope import apply_rope, undo_rope
 
 WINDOW_FORMAT = FORMATS["fp8_g32_ue8m0"]
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         if x.shape[1] == 1:
             store_rows(pool, write, chunk)
             return read_rows(pool, read)
-        rows = torch.cat((read_rows(pool, read), chunk), 1)
+        rows = torch.cat((read_history(pool, read, chunk), chunk), 1)
         store_rows(pool, write, chunk)
         return rows
 

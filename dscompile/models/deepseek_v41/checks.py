@@ -37,18 +37,22 @@ def check_inputs(config: DeepseekV41Config, input_ids: Tensor, positions: Tensor
     if bool(config.engram_layer_ids) != (cache.tokens is not None):
         raise ValueError("the cache has n-gram tokens and the model no Engram layers, or the other way round")
     if isinstance(cache, PagedDeepseekV41Cache):
-        for name in ("state_page", "table", "write_from"):
+        names = ("state_page", "table", "write_from") + (("first_row",) if cache.first_row is not None else ())
+        for name in names:
             tensor = getattr(cache, name)
             if tensor.dtype != torch.int64 or tensor.shape[:1] != (batch,) or tensor.dim() != 1 + (name == "table"):
                 shape = f"[{batch}, pages]" if name == "table" else f"[{batch}]"
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, allowed: torch.int64 {shape}")
+        if cache.first_row is not None and input_ids.shape[1] < 2:
+            raise ValueError("rows of 1 token with first_row, allowed: >= 2 tokens (a row of one is a decode step)")
 
 
 def check_positions(positions: Tensor, cache: AnyCache) -> None:
     """ValueError for positions [B, T] that the model would treat as padding without having been told to.
 
     Allowed per row: p, p + 1, ... below `cache.max_tokens` (in a paged cache: that the row has pages for), then any
-    number of -1. Reads data: not for compiled code.
+    number of -1. A row that goes on with a request (`first_row`) begins where the row in front of it ends, which is
+    full. Reads data: not for compiled code.
     """
     most = token_limit(cache)
     limits = [most] * len(positions) if isinstance(most, int) else most.flatten().tolist()
@@ -63,3 +67,17 @@ def check_positions(positions: Tensor, cache: AnyCache) -> None:
                 raise ValueError(f"positions[{b}, {t}]: {position}, allowed: < max_tokens {limit} (cache)")
             if position < 0 or position != expected:
                 raise ValueError(f"positions[{b}, {t}]: {position}, allowed: {expected} (one more each token) or -1")
+    if isinstance(cache, PagedDeepseekV41Cache) and cache.first_row is not None:
+        _check_rows_go_on(positions.tolist(), cache.first_row.tolist(), cache.state_page.tolist())
+
+
+def _check_rows_go_on(positions: list[list[int]], first_row: list[int], page: list[int]) -> None:
+    for b, first in enumerate(first_row):
+        if first == b:
+            continue
+        if b == 0 or first != first_row[b - 1] or page[b] != page[b - 1]:
+            raise ValueError(f"first_row[{b}]: {first}, allowed: {b}, or that of row {b - 1} and of its request")
+        end = positions[b - 1][-1]
+        if positions[b][0] != -1 and (end == -1 or positions[b][0] != end + 1):
+            allowed = "-1 (the row in front is not full)" if end == -1 else f"{end + 1} or -1"
+            raise ValueError(f"positions[{b}, 0]: {positions[b][0]}, allowed: {allowed}")

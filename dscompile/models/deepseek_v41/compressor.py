@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dscompile.models.deepseek_v41.config import DeepseekV41Config
 from dscompile.models.deepseek_v41.linear import Linear
 from dscompile.models.deepseek_v41.norm import RMSNorm
-from dscompile.models.deepseek_v41.plan import gather_rows, read_rows, store_rows
+from dscompile.models.deepseek_v41.plan import gather_rows, read_history, store_rows
 
 
 def pool_groups(kv: Tensor, gate: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Compressor(nn.Module):
         """
         xf = x.float()
         state = torch.cat((self.wkv(xf), self.wgate(xf)), -1)
-        extended = torch.cat((read_rows(open_rows, read), state), 1)
+        extended = torch.cat((read_history(open_rows, read, state), state), 1)
         store_rows(open_rows, write, state)
         kv, gate = gather_rows(extended, members).chunk(2, -1)
         return self.norm(pool_groups(kv, gate).to(x.dtype))

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dscompile.models.deepseek_v41.plan import Pages, plan_window, read_rows, store_rows
+from dscompile.models.deepseek_v41.plan import Pages, plan_window, read_history, store_rows
 
 BLOCKED = -1  # a token that no n-gram may reach across: before the sequence, an image token, padding
 
@@ -60,8 +60,9 @@ def with_history(tokens: Tensor, positions: Tensor, pool: Tensor, max_ngram: int
     width = max_ngram - 1
     plan = plan_window(positions, width, pages)
     before = positions[:, :1] + torch.arange(-width, 0, device=positions.device)
-    history = torch.where(before >= 0, read_rows(pool, plan.read).squeeze(-1), BLOCKED)
-    store_rows(pool, plan.write, tokens.unsqueeze(-1))
+    chunk = tokens.unsqueeze(-1)
+    history = torch.where(before >= 0, read_history(pool, plan.read, chunk).squeeze(-1), BLOCKED)
+    store_rows(pool, plan.write, chunk)
     return torch.cat((history, tokens), 1)
 
 

@@ -35,9 +35,9 @@ from dscompile.models.deepseek_v41.paged import (
     PagedDeepseekV41Cache,
     group_rows,
     ring_pages,
-    token_limit,
+    stored_positions,
 )
-from dscompile.models.deepseek_v41.plan import clean_positions, plan_groups, plan_window, plan_window_rows
+from dscompile.models.deepseek_v41.plan import plan_groups, plan_window, plan_window_rows
 from dscompile.models.deepseek_v41.rope import compressed_frequencies, rope_table, window_frequencies
 
 if TYPE_CHECKING:
@@ -151,10 +151,11 @@ class DeepseekV41ForCausalLM(nn.Module):
         Positions of a row rise by one from its first; -1 is padding, at the end of a row or in all of it. A position
         that breaks this, or that is not below `cache.max_tokens` (in a paged cache: for which the row has no page), is
         treated as padding with all that follows it: nothing is stored for it and its logits mean nothing
-        (`check_positions` raises for it, outside compiled code).
+        (`check_positions` raises for it, outside compiled code). In a paged cache a request may have several rows, each
+        going on where the one in front of it ends (`first_row`); a row that does not is padding too.
         """
         check_inputs(self.config, input_ids, positions, cache)
-        positions = clean_positions(positions, token_limit(cache))
+        positions = stored_positions(positions, cache)
         window = plan_window_rows(positions, self.config.sliding_window, ring_pages(cache, cache.window[0]))
         near = rope_table(positions, self.window_frequencies)
         far = rope_table(positions, self.compressed_frequencies)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dscompile.models.deepseek_v41.cache import DeepseekV41Cache
-from dscompile.models.deepseek_v41.plan import Pages, page_rows, read_rows
+from dscompile.models.deepseek_v41.plan import Pages, clean_positions, joined_positions, page_rows, read_rows
 
 
 class PagedDeepseekV41Cache(NamedTuple):
@@ -37,6 +37,8 @@ class PagedDeepseekV41Cache(NamedTuple):
         state_pages: how many there are.
         token_pages: how many there are.
         page_tokens: a multiple of every ratio.
+        first_row: int64 [B], which row of the batch a row's request begins with. A request may have several rows of T
+            tokens, one behind the other, all but the last full. None: every row is a request of its own.
     """
 
     window: dict[int, Tensor]
@@ -51,6 +53,7 @@ class PagedDeepseekV41Cache(NamedTuple):
     state_pages: int
     token_pages: int
     page_tokens: int
+    first_row: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -74,11 +77,20 @@ def token_limit(cache: AnyCache) -> int | Tensor:
     return torch.where(cache.state_page.unsqueeze(1) >= 0, pages * cache.page_tokens, 0)
 
 
+def stored_positions(positions: Tensor, cache: AnyCache) -> Tensor:
+    """int64 [B, T] -> the same with -1 for every token that must not be stored or attended to."""
+    limit = token_limit(cache)
+    if isinstance(limit, int) or not isinstance(cache, PagedDeepseekV41Cache) or cache.first_row is None:
+        return clean_positions(positions, limit)
+    return joined_positions(positions, limit, cache.first_row, cache.state_page)
+
+
 def ring_pages(cache: AnyCache, pool: Tensor) -> Pages | None:
     """Where the rings of the batch are in `pool`; None for the order of the batch."""
     if not isinstance(cache, PagedDeepseekV41Cache):
         return None
-    return Pages(cache.state_page, (pool.shape[0] - 1) // cache.state_pages, pool.shape[0] - 1)
+    rows = (pool.shape[0] - 1) // cache.state_pages
+    return Pages(cache.state_page, rows, pool.shape[0] - 1, cache.first_row)
 
 
 def group_rows(cache: AnyCache, ratio: int) -> Tensor | None:

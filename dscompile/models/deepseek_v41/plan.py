@@ -5,7 +5,8 @@ stored (padding, positions out of range, a group that is not complete) is stored
 write without a branch. Nothing that is read from the scratch row reaches a result.
 
 Without more, sequence b of a batch has the b-th run of rows of a pool. In a paged cache (`paged.py`) `Pages` says which
-run it has, and the rows of growing pools come from a block table.
+run it has, and the rows of growing pools come from a block table. There a request may also have several rows of the
+batch, one behind the other: what comes before such a row stands in the rows in front of it, not in a pool.
 """
 
 from typing import NamedTuple
@@ -20,13 +21,16 @@ class Pages(NamedTuple):
     number: Tensor  # int64 [B]; run n is rows n * rows .. n * rows + rows - 1; -1 = none, nothing is stored
     rows: int  # of a run; >= the width of the ring: more keep positions that a rollback may need again
     scratch: int  # the pool's scratch row
+    first_row: Tensor | None = None  # int64 [B]: the row of the batch that a row's request begins with; None: its own
 
 
 class WindowPlan(NamedTuple):
     """A ring of `width` rows per sequence: row `pos % width` holds position `pos`."""
 
-    read: Tensor  # int64 [B, width]: rows of `width` positions, oldest first; which ones, says who made the plan
-    write: Tensor  # int64 [B * T]: row of each token; scratch unless it is among its row's last `width`
+    read: Tensor  # int64 [B, width]: rows of `width` positions, oldest first; which ones, says who made the plan.
+    # Where requests have several rows int64 [B, width, 3]: the pool's row, and the row of the batch and its token that
+    # are at this position (-1, 0 if it is before the batch, in the pool)
+    write: Tensor  # int64 [B * T]: row of each token; scratch unless it is among its request's last `width`
 
 
 class GroupPlan(NamedTuple):
@@ -47,6 +51,23 @@ def clean_positions(positions: Tensor, max_tokens: int | Tensor) -> Tensor:
     follows = (positions == positions[:, :1] + steps) & (positions >= 0) & (positions < max_tokens)
     kept = follows.long().cumprod(1) == 1
     return torch.where(kept, positions, -1)
+
+
+def joined_positions(positions: Tensor, max_tokens: Tensor, first_row: Tensor, page: Tensor) -> Tensor:
+    """`clean_positions` where requests have several rows: `first_row` and `page` int64 [B] of each row's request.
+
+    A row goes on where the one in front of it ends, which is full and of the same request; a row that does not, and
+    those behind it, are padding.
+    """
+    row = torch.arange(positions.shape[0], device=positions.device)
+    start = positions[:, 0]
+    cleaned = clean_positions(positions, max_tokens)
+    begins = first_row == row
+    goes_on = (first_row == first_row.roll(1)) & (page == page.roll(1)) & (cleaned[:, -1] >= 0).roll(1)
+    goes_on = goes_on & (start == start.roll(1) + positions.shape[1])
+    breaks = (~(begins | goes_on)).long().cumsum(0)
+    whole = (first_row <= row) & (breaks == breaks[first_row])
+    return clean_positions(torch.where(whole.unsqueeze(1), positions, -1), max_tokens)
 
 
 def plan_window(positions: Tensor, width: int, pages: Pages | None = None) -> WindowPlan:
@@ -81,10 +102,23 @@ def _plan_ring(positions: Tensor, read: Tensor, width: int, pages: Pages | None)
         return WindowPlan(base + torch.remainder(read, width), write.flatten())
     number = pages.number.unsqueeze(1)
     base = number * pages.rows
+    if pages.first_row is not None:
+        together = pages.first_row.unsqueeze(1) == pages.first_row
+        last = torch.where(together, last.squeeze(1), -1).amax(1, keepdim=True)
     kept = (positions >= 0) & (positions > last - pages.rows) & (number >= 0)
     write = torch.where(kept, base + torch.remainder(positions, pages.rows), pages.scratch)
     rows = torch.where(number >= 0, base + torch.remainder(read, pages.rows), pages.scratch)
+    if pages.first_row is not None:
+        rows = torch.stack((rows, *_in_batch(read, positions, pages.first_row)), -1)
     return WindowPlan(rows, write.flatten())
+
+
+def _in_batch(read: Tensor, positions: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions to read [B, n] of each row's request -> row of the batch and token there, -1 and 0 for none."""
+    begin, length = positions[:, :1][first_row], positions.shape[1]
+    there = (begin >= 0) & (read >= begin)
+    after = torch.where(there, read - begin, 0)
+    return torch.where(there, first_row.unsqueeze(1) + after // length, -1), after % length
 
 
 def plan_groups(
@@ -130,6 +164,15 @@ def page_rows(table: Tensor, rows: int, scratch: int) -> Tensor:
 def read_rows(pool: Tensor, rows: Tensor) -> Tensor:
     """pool [S, R], rows int64 [B, n] -> [B, n, R]."""
     return pool[rows]
+
+
+def read_history(pool: Tensor, rows: Tensor, chunk: Tensor) -> Tensor:
+    """The rows in front of a chunk: pool [S, R], `rows` of a `WindowPlan`, chunk [B, T, R] -> [B, n, R]."""
+    if rows.dim() == 2:
+        return read_rows(pool, rows)
+    stored, row, token = rows.unbind(-1)
+    before = read_rows(pool, stored)
+    return torch.where((row >= 0).unsqueeze(-1), chunk[row.clamp(min=0), token], before)
 
 
 def store_rows(pool: Tensor, rows: Tensor, values: Tensor) -> None:
