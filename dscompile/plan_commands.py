@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def plan(
         typer.Option(help="The exchange runs beside everything else (default), or after it.", rich_help_panel=PANEL),
     ] = None,
     prefill: Annotated[
-        str | None, typer.Option(help="Ranks of prefill instances; default: 2,4,8.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(help="Ranks of prefill instances; default: 2 to 8, up to the GPUs.", rich_help_panel=PANEL),
     ] = None,
     decode: Annotated[
         str | None,
@@ -117,12 +119,18 @@ def plan(
             f"{p.dispatch_bytes / 1e3:.0f}", f"{p.combine_bytes / 1e3:.0f}", f"{p.dispatch_us:.1f}",
             f"{p.experts_us:.1f}", f"{p.combine_us:.1f}", f"{p.layer_us:.1f}",
         )  # fmt: skip
-    out.print(table)
+    print_whole(table)
     if any(p.fits is False for p in plans):
         out.print("!: more than the GPU's memory")
     for name, formula in FORMULAS.items():
         out.print(f"{name} = {formula}", style="dim", markup=False, highlight=False)
     out.print("rates: data sheets (see `dscompile targets`)", style="dim", highlight=False)
+
+
+def print_whole(table: Table) -> None:
+    """The table as wide as it has to be: lines that are too long for a terminal beat numbers without their ends."""
+    needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
+    Console(width=max(needed, out.width)).print(table)
 
 
 def _only_with(roles: bool, given: dict[str, Any]) -> None:

@@ -19,8 +19,10 @@ from dscompile.distributed.roles import Instance, instances
 from dscompile.distributed.steps import Workload, replayed, tail
 from dscompile.kernel_options import sizes
 from dscompile.models.deepseek_v41 import DeepseekV41Config
+from dscompile.plan_commands import print_whole
 from dscompile.workload_models import read_config
 
+PREFILL_RANKS = (2, 4, 8)
 DECODE_RANKS = (8, 16, 32, 64)
 ASSUMPTIONS = (
     "all at data-sheet rates: a floor of the time, no launch, no latency of an exchange, no imbalance of experts",
@@ -36,7 +38,7 @@ out = Console()
 def plan_roles(
     cluster: str, model: str, batch: str | None, as_json: bool, *, input_tokens: str = "8k", output_tokens: str = "1k",
     hit: float = 0.0, per_user: float | None = None, chunk: str = "8k", elide: str = "bounded", overlap: bool = True,
-    prefill: str = "2,4,8", decode: str | None = None,
+    prefill: str | None = None, decode: str | None = None,
 ) -> None:  # fmt: skip
     """Print it all, as tables or JSON; the arguments are those of the command.
 
@@ -52,8 +54,11 @@ def plan_roles(
         _one("input", input_tokens), _one("output", output_tokens), hit, requests, per_user, _one("chunk", chunk),
         elide, overlap,
     )  # fmt: skip
-    wide = [ranks for ranks in DECODE_RANKS if ranks <= machine.gpus] if decode is None else sizes(decode)
-    found = list(instances(config, machine, work, sizes(prefill), wide))
+    narrow, wide = (
+        [ranks for ranks in default if ranks <= machine.gpus] if given is None else sizes(given)
+        for given, default in ((prefill, PREFILL_RANKS), (decode, DECODE_RANKS))
+    )
+    found = list(instances(config, machine, work, narrow, wide))
     pairs = rack.balances(config, machine, work, found)
     figures = list(rack.implied(machine, work, found, pairs)) if config == DeepseekV41Config.released() else []
     if as_json:
@@ -64,16 +69,16 @@ def plan_roles(
         f"input {work.input} ({work.new} new, {again} replayed), output {work.output}; layers behind the last KV "
         f"source prefill {kept or 'all'} tokens", highlight=False,
     )  # fmt: skip
-    out.print(_instances(machine, found))
+    print_whole(_instances(machine, found))
     for each in found:
         if each.problem:
             out.print(f"! {each.role} DEP{each.ranks}: {each.problem}", markup=False, highlight=False)
     if pairs:
-        out.print(_balances(machine, pairs))
+        print_whole(_balances(machine, pairs))
     else:
         out.print(f"no pair of instances fits on {machine.name} ({machine.gpus} GPUs): try --prefill, --decode")
     if figures:
-        out.print(_figures(figures))
+        print_whole(_figures(figures))
     for text in ASSUMPTIONS:
         out.print(f"assumed: {text}", style="dim", markup=False, highlight=False)
     for name, formula in {**costs.FORMULAS, **rack.FORMULAS}.items():

@@ -1,6 +1,7 @@
 """`dscompile plan --roles`: tables, JSON, options that cannot be."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,8 +11,8 @@ from dscompile.cli import app
 K = 1024
 
 
-def run(*arguments: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "240", "TERM": "dumb"})
+def run(*arguments: str, status: int = 0, columns: str | None = "240") -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": columns, "TERM": "dumb"})
     assert result.exit_code == status, result.output
     return result.output
 
@@ -31,6 +32,25 @@ def test_the_command() -> None:
     assert "Published" not in box and "1 x DEP4" in run(
         "--roles", "--cluster", "hgx-h200", "--prefill", "4", "--decode", "4"
     )
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+def test_no_number_is_cut_off(columns: str | None) -> None:
+    """Wider than the 80 columns that a pipe seems to have."""
+    said = run("--roles", columns=columns)
+    assert "…" not in said and "186,558" in said and "1,072.3 1,098,028 9,882,256" in said and "14,906" in said
+    assert "…" not in run(columns="40") and "weights" in run(columns="40")
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (3, [2]), (4, [2, 4])])
+def test_small_clusters(tmp_path: Path, gpus: int, ranks: list[int]) -> None:
+    """Defaults of both roles end at the GPUs that there are; what was asked for does not."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"target: sm_103a\ngpus: {gpus}\n")
+    found = json.loads(run("--roles", "--cluster", str(file), "--json"))
+    assert [each["ranks"] for each in found["instances"]] == ranks
+    assert f"no pair of instances fits on c ({gpus} GPUs)" in run("--roles", "--cluster", str(file))
+    assert f"8 ranks on c, allowed: 1 to {gpus}" in run("--roles", "--cluster", str(file), "--prefill", "8", status=2)
 
 
 @pytest.mark.parametrize(
