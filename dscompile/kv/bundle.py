@@ -154,15 +154,21 @@ class Incoming:
         self._specs = _matching_pools(cache, header, convert)
         if header.id in cache.imported:
             raise BundleRefused("duplicate", f"bundle {header.id} came before")
-        tokens = room(header) if callable(room) else room or 0
-        self._reserved = cache.pages.reserve(max(tokens, header.length))
+        check_room(room)
+        tokens = room(header) if callable(room) else room
+        check_room(tokens, "room of the header")
+        self._reserved = cache.pages.reserve(max(tokens or 0, header.length))
+        try:
+            self._bytes = [torch.empty(part.bytes, dtype=torch.uint8) for part in header.parts]
+        except BaseException:
+            cache.pages.cancel(self._reserved)
+            raise
         self._reserved.note = header.note
+        self._pieces: list[dict[int, int]] = [{} for _ in header.parts]
         self._open = True
         cache.imported[header.id] = None
         while len(cache.imported) > _REMEMBERED:
             cache.imported.popitem(last=False)
-        self._bytes = [torch.empty(part.bytes, dtype=torch.uint8) for part in header.parts]
-        self._pieces: list[dict[int, int]] = [{} for _ in header.parts]
 
     @property
     def missing(self) -> int:
@@ -190,26 +196,34 @@ class Incoming:
             pieces[offset] = len(piece)
 
     def finish(self) -> int:
-        """All of it is there -> the number of the new request. BundleRefused, and pages are given back, if not."""
+        """All of it is there -> the number of the new request. After any failure the bundle may come again."""
+        cache, number = self._cache, self._reserved.number
         try:
             self._check_complete()
+            rows = [self._rows(*each) for each in zip(self._specs, self._bytes)]
+            cache.adopt(self._reserved)
+            cache.commit(number, self.header.length)
+            for (spec, part), data in zip(self._specs, rows):
+                cache.store(spec, cache.slots(number, spec, range(part.first, part.first + part.count)), data)
         except BaseException:
+            if number in cache.pages.requests:  # what was reserved is the request's now, and goes with it
+                self._open = False
+                cache.close(number)
+                cache.imported.pop(self.header.id, None)
             self.abort()
             raise
-        number = self._cache.adopt(self._reserved)
         self._open = False
-        try:
-            self._cache.commit(number, self.header.length)
-            for (spec, source), part, data in zip(self._specs, self.header.parts, self._bytes):
-                rows = data.view(part.count, -1) if part.count else data.new_empty(0, spec.row_bytes)
-                if source.format != spec.format and part.count:
-                    rows = FORMATS[source.format].convert(rows, spec.dim, FORMATS[spec.format])
-                places = range(part.first, part.first + part.count)
-                self._cache.store(spec, self._cache.slots(number, spec, places), rows)
-        except BaseException:
-            self._cache.close(number)
-            raise
         return number
+
+    def _rows(self, match: tuple[PoolSpec, Part], data: Tensor) -> Tensor:
+        """The bytes of a part as rows of the cache's pool, in its format."""
+        spec, part = match
+        if not part.count:
+            return data.new_empty(0, spec.row_bytes)
+        rows = data.view(part.count, -1)
+        if part.format == spec.format:
+            return rows
+        return FORMATS[part.format].convert(rows, spec.dim, FORMATS[spec.format])
 
     def abort(self) -> None:
         """Give back the pages; the bundle may come again. Does nothing after `finish` or another `abort`."""
@@ -258,6 +272,14 @@ def _matching_pools(cache: PagedCache, header: Header, convert: bool) -> list[tu
             wanted = f"{len(held)} rows from {held.start}, {len(held) * width} bytes"
             raise BundleRefused("format", f"{part.pool}: {given}, allowed: {wanted} for {header.length} tokens")
     return list(zip(layout.pools, header.parts))
+
+
+def check_room(room: Any, name: str = "room") -> None:
+    """TypeError for a `room` that is none."""
+    whole = isinstance(room, int) and not isinstance(room, bool)
+    if not (room is None or whole or (name == "room" and callable(room))):
+        allowed = "int, None or a function of the header" if name == "room" else "int or None"
+        raise TypeError(f"{name}: {room!r}, a {type(room).__name__}, allowed: {allowed}")
 
 
 def as_buffer(rows: Tensor) -> memoryview:

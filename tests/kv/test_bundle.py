@@ -155,6 +155,46 @@ def test_an_aborted_bundle_leaves_nothing() -> None:
             call()
 
 
+@pytest.mark.parametrize("where", ["adopt", "commit", "store", "slots"])
+def test_a_failure_at_the_end_undoes_all_of_it(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The bundle may come again, and nothing of the request is left."""
+    _, _, bundle = exported()
+    other = cache_of()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of device memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(other, where, fail)
+        with pytest.raises(RuntimeError, match="out of device memory"):
+            import_kv(other, bundle)
+        assert unchanged(other) and not other._tables
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fail)
+        with pytest.raises(RuntimeError, match="out of device memory"):
+            import_kv(other, bundle)
+        assert unchanged(other)
+    import_kv(other, bundle)
+
+
+@pytest.mark.parametrize(
+    ("room", "message"),
+    [
+        (100.0, "room: 100.0, a float, allowed: int, None or a function of the header"),
+        ("9", "room: '9', a str, allowed: int"),
+        (True, "room: True, a bool, allowed: int"),
+        (lambda header: header.length * 1.5, "room of the header: 13.5, a float, allowed: int"),
+        (lambda header: int, "room of the header: <class 'int'>, a type, allowed: int"),
+    ],
+)
+def test_room_that_is_no_number(room: object, message: str) -> None:
+    _, _, bundle = exported()
+    other = cache_of()
+    with pytest.raises(TypeError, match=message):
+        import_kv(other, bundle, room=room)
+    assert unchanged(other) and other.pages.state.available == 3 and other.pages.tokens.available == 16
+
+
 def test_pieces_that_do_not_belong() -> None:
     _, _, bundle = exported()
     for pieces, why in (
