@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -98,6 +99,7 @@ class PagedCache:
     def commit(self, number: int, length: int) -> None:
         """The first `length` tokens of a request are stored and count. ValueError if they cannot be."""
         request = self.request(number)
+        length = operator.index(length)
         least = max(request.shared, self._published.get(number, 0))
         if not least <= length <= self.room(number):
             raise ValueError(f"request {number}: length {length}, allowed: {least} to {self.room(number)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -158,8 +159,11 @@ class CacheLayout:
         return fingerprint([(s.part, s.layer, s.kind, s.format, s.dim, s.ratio, s.width) for s in self.pools])
 
     def pages_for(self, tokens: int) -> int:
-        """Token pages of a request of `tokens` tokens."""
-        return -(-tokens // self.page_tokens)
+        """Token pages of a request of `tokens` tokens. TypeError for what is no int."""
+        try:
+            return -(-operator.index(tokens) // self.page_tokens)
+        except TypeError:
+            raise TypeError(f"tokens: {tokens!r}, allowed: an int") from None
 
     def bytes_for(self, length: int) -> RequestBytes:
         """What a request of `length` tokens costs."""

@@ -61,6 +61,10 @@ class PagePool:
         """How many requests have `page`."""
         return self._users[page]
 
+    def key_of(self, page: int) -> bytes | None:
+        """What the page is found by; None if it is not."""
+        return self._key_of.get(page)
+
     def require(self, count: int, sharing: Sequence[int] = ()) -> None:
         """OutOfPages unless `count` pages can be taken while the pages `sharing` are kept from it."""
         available = self.available - sum(page in self._kept for page in sharing)
@@ -127,7 +131,8 @@ class PagePool:
 class Request:
     """The pages of one request. `length` is how many tokens are stored; `shared` of them lie in shared pages.
 
-    `note` is what its bundle said, of a request that was handed over.
+    `note` is what its bundle said, of a request that was handed over. `salt` is what its beginning was looked for with.
+    Tokens from `private` on are not published: their rows are not those that a prompt would give.
     """
 
     number: int
@@ -136,6 +141,8 @@ class Request:
     length: int = 0
     shared: int = 0
     note: dict[str, Any] = field(default_factory=dict)
+    salt: bytes = b""
+    private: int | None = None
 
 
 class PageAllocator:
@@ -167,6 +174,7 @@ class PageAllocator:
         `prompt`: its first tokens; whole pages of them that are there already are shared, but never the last token,
         whose logits somebody will want. `salt` sets apart what token ids do not tell, such as images.
         """
+        pages = self.layout.pages_for(tokens)
         if tokens < 1:
             raise ValueError(f"tokens: {tokens}, allowed: >= 1")
         found: list[int] = []
@@ -174,12 +182,12 @@ class PageAllocator:
             if len(prompt) > tokens:
                 raise ValueError(f"prompt of {len(prompt)} tokens, allowed: <= {tokens}, the room asked for")
             found = self.tokens.find(self.keys(prompt[:-1], salt))
-        fresh = self.layout.pages_for(tokens) - len(found)
+        fresh = pages - len(found)
         self.state.require(1)
         self.tokens.require(fresh, found)
         self.tokens.share(found)
         request = Request(self._next, self.state.take(1)[0], found + self.tokens.take(fresh))
-        request.shared = len(found) * self.layout.page_tokens
+        request.shared, request.salt = len(found) * self.layout.page_tokens, salt
         self._next += 1
         return request
 
@@ -220,14 +228,35 @@ class PageAllocator:
         return self.requests[number]
 
     def publish(self, number: int, tokens: Sequence[int], salt: bytes = b"") -> int:
-        """Make the full pages of a request findable by its first `tokens`, all stored; returns how many there are."""
+        """Make the full pages of a request findable by its first `tokens`, all stored; returns how many there are.
+
+        Pages with tokens from `keep_private` on are left out.
+        """
         request = self.get(number)
         if len(tokens) > request.length:
             raise ValueError(f"request {number}: {len(tokens)} tokens, allowed: <= {request.length}, what is stored")
-        keys = self.keys(tokens, salt)
+        keys = self.keys(tokens[: request.private], salt)
         for page, key in zip(request.pages, keys):
             self.tokens.publish(page, key)
         return len(keys)
+
+    def keep_private(self, number: int, start: int) -> None:
+        """Rows of tokens from `start` on are not those that the same tokens in a prompt would give."""
+        request = self.get(number)
+        request.private = start if request.private is None else min(request.private, start)
+
+    def check_beginning(self, request: Request, prompt: Sequence[int]) -> None:
+        """ValueError unless `prompt` goes beyond the pages that the request shares, and begins as they do."""
+        shared = request.pages[: request.shared // self.layout.page_tokens]
+        if shared and len(prompt) <= request.shared:
+            raise ValueError(
+                f"request {request.number}: prompt of {len(prompt)} tokens, allowed: > {request.shared}, what it shares"
+            )
+        if self.keys(prompt[: request.shared], request.salt) != [self.tokens.key_of(page) for page in shared]:
+            raise ValueError(
+                f"request {request.number}: another prompt than it was opened with, allowed: the same "
+                f"first {request.shared} tokens, whose pages it shares"
+            )
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
         """One key per full page of `tokens`: a hash of all tokens up to its end."""

@@ -47,7 +47,7 @@ def save(cache: PagedCache, numbers: Sequence[int], counts: Sequence[int]) -> Sa
 def restore(cache: PagedCache, saved: Saved, accepted: Sequence[int]) -> None:
     """Keep the first `accepted` of each request's tokens; decoding then reads what it would read without the others."""
     for number, count, kept in zip(saved.numbers, saved.counts, accepted, strict=True):
-        if not 0 <= kept <= count:
+        if not isinstance(kept, int) or not 0 <= kept <= count:
             raise ValueError(f"request {number}: {kept} accepted, allowed: 0 to {count}")
     back = torch.tensor(
         [place >= kept for count, kept in zip(saved.counts, accepted) for place in range(count)], dtype=torch.bool

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.deepseek_v41 import PagedModel, batch_view
+from dscompile.kv.rows import one_each
 from dscompile.miniatures import v41_model
 from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM
 from support.paged import Ids, fill, scattered, tiny_layout
@@ -52,7 +53,7 @@ def feed(run: PagedModel, number: int, ids: Ids, sizes: Sequence[int]) -> Tensor
         start = run.cache.request(number).length
         run.cache.extend([number], [start + size])
         part = ids[start : start + size]
-        logits.append(run._run([number], [part], [start], size)[0])
+        logits.append(run._run(one_each([number], [part], [start]), size)[0])
         run.cache.commit(number, start + size)
     return torch.cat(logits)
 

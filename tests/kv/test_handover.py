@@ -170,7 +170,7 @@ def test_refusals(model: DeepseekV41ForCausalLM, prompt: Callable[..., Ids]) -> 
     number = cache.open(8)
     with pytest.raises(ValueError, match="9 tokens, allowed: <= 8"):
         paged.prefill([number], [prompt(9)])
-    with pytest.raises(ValueError, match="prompt of 0 tokens"):
+    with pytest.raises(ValueError, match=f"request {number}: 0 tokens, allowed: a list of >= 1"):
         paged.prefill([number], [[]])
     paged.prefill([number], [prompt(8)])
     with pytest.raises(ValueError, match=r"tokens per request: \[9\], allowed: 1 to 8"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dscompile.formats import FORMATS
-from dscompile.kv import deepseek_v41
+from dscompile.kv import deepseek_v41_layout
 from dscompile.kv.deepseek_v41 import PagedModel, batch_view
 from dscompile.miniatures import v41_model
 from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM, attention, block, checks, indexer
@@ -63,7 +63,7 @@ def rows_of_values() -> Iterator[None]:
         for module, name in patched:
             patch.setattr(module, name, Values)
         for name in (window, compressed, index):
-            patch.setattr(deepseek_v41, name, FORMATS["fp32"])
+            patch.setattr(deepseek_v41_layout, name, FORMATS["fp32"])
         yield
 
 
@@ -123,7 +123,7 @@ def test_refusals(model: Model, prompt: Callable[..., Ids]) -> None:
     one, two = run.cache.open(40), run.cache.open(8)
     with pytest.raises(ValueError, match=r"parts of \[30, 8\] tokens, 5 rows of 8, allowed: 4 rows"):
         run.pack([one, two], [prompt(30), prompt(8)], 8)
-    with pytest.raises(ValueError, match=f"request {two}: 0 tokens, allowed: >= 1"):
+    with pytest.raises(ValueError, match=f"request {two}: 0 tokens, allowed: a list of >= 1"):
         run.pack([one, two], [prompt(3), []], 8)
     with pytest.raises(ValueError, match="no number twice"):
         run.pack([one, one], [prompt(3), prompt(3)], 8)
