@@ -29,7 +29,7 @@ def decoding(
         if any(word in operation for word in _SHOWN):
             variants.setdefault(operation.removeprefix("dsv4::"), []).append(f"{kernel} x{count}")
     named = {operation: " and ".join(kernels) for operation, kernels in variants.items()}
-    return Decoding(named, _exchange(options, entry), tuple(obstacles(graph, label, labels)))
+    return Decoding(named, _exchange(options, entry), tuple(obstacles(graph, label, labels, options.inductor)))
 
 
 def _exchange(options: Options, entry: GraphReport) -> str:

@@ -22,28 +22,30 @@ _BY_INDEX = {
 _CONTROL = ("cond", "while_loop")
 
 
-def obstacles(gm: GraphModule, label: Callable[[Node], str], labels: dict[str, list[str]]) -> list[Obstacle]:
+def obstacles(
+    gm: GraphModule, label: Callable[[Node], str], labels: dict[str, list[str]], inductor: bool = False
+) -> list[Obstacle]:
     """Everything in `gm` and its regions that keeps a step from being captured.
 
     label: the layer of a node of the outermost graph. labels: the layers of every region, by the region's path; an
-    obstacle in a region is listed once, with the first of them.
+    obstacle in a region is listed once, with the first of them. inductor: whether Inductor compiles the graph.
     """
     found = []
     for sub in subgraphs(gm):
         for node in sub.gm.graph.nodes:
-            for reason in _reasons(node):
+            for reason in _reasons(node, inductor):
                 layer = label(node) if not sub.path else (labels.get(sub.path) or [""])[0]
                 found.append(Obstacle(layer, node.name, source_line(node), reason))
     return found
 
 
-def _reasons(node: Node) -> Iterator[str]:
+def _reasons(node: Node, inductor: bool) -> Iterator[str]:
     if node.op != "call_function":
         return
     target = node.target
     tags = getattr(target, "tags", ())
     if target in _BY_INDEX:
-        if any(_boolean(index) for index in tree_leaves(node.args[1])):
+        if any(_boolean(index) for index in tree_leaves(node.args[1])) and not _fills(node, inductor):
             yield f"{target} by a mask: as many rows as are true, which the host has to know"
     elif torch.Tag.data_dependent_output in tags:
         yield f"{target}: the host reads a value"
@@ -92,6 +94,19 @@ def _repeats_known(node: Node) -> bool:
 def _boolean(index: Any) -> bool:
     value = val(index) if isinstance(index, Node) else None
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _fills(node: Node, inductor: bool) -> bool:
+    """A write of one number by one mask, which is a choice between two values in every place, and counts nothing.
+
+    Inductor makes that of it; so does torch itself where the number is the host's and what is written is not.
+    """
+    into, value = val(node.args[0]), val(node.args[2]) if len(node.args) > 2 else None
+    if not isinstance(into, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    indices = tree_leaves(node.args[1], is_leaf=lambda index: index is None)
+    one = len(indices) == 1 and value.dim() == 0
+    return one and (inductor or (value.device.type == "cpu" and into.device.type != "cpu"))
 
 
 def _leaves_device(node: Node) -> bool:

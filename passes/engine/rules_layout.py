@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from . import fxutil
@@ -248,7 +249,9 @@ def lifted(ctx: Context, node: Node) -> Node | None:
     value: Any = getattr(ctx.gm, str(const.target), None)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    return ctx.become(node, FULL, ([], value.item()), {"dtype": value.dtype, "device": node.meta["val"].device})
+    with unset_fake_temporarily():  # the constant is real, also while a fake mode is on around the backend
+        number = value.item()
+    return ctx.become(node, FULL, ([], number), {"dtype": value.dtype, "device": node.meta["val"].device})
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dscompile.passes.engine import PassContext, Pattern, PatternPass, graphs, normalise
 from dscompile.passes.engine.testing import functional_graph, run_flat
@@ -85,3 +86,17 @@ def test_a_constant_of_symbolic_value_is_a_full() -> None:
     normalise(gm)
     assert graphs.find(gm.graph, aten.full.default) and not graphs.find(gm.graph, aten.full_like.default)
     assert run_flat(gm)[0].unique().tolist() == [7]
+
+
+def test_constants_are_read_under_a_fake_mode() -> None:
+    """As it is on around a backend; their values are real."""
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(2.5)
+
+    gm = functional_graph(fill, torch.ones(2))
+    assert [n.op for n in gm.graph.nodes].count("get_attr") == 1
+    with FakeTensorMode():
+        normalise(gm)
+    assert 2.5 in [arg for node in gm.graph.nodes for arg in node.args]
+    assert run_flat(gm)[0].tolist() == [2.5, 2.5]
