@@ -241,3 +241,21 @@ def test_the_effect_of_an_approximation_on_logits(benchmarks: Path):
     assert elide.effect(want, want) == {"error": 0.0, "best": 1.0, "ten": 1.0}
     seen = elide.effect(want, -want)
     assert seen["error"] == pytest.approx(2.0) and seen["best"] == 0.0
+
+
+def test_packed_and_padded_steps_are_of_the_same_size(benchmarks: Path, capsys: pytest.CaptureFixture[str]):
+    import pack
+
+    from dscompile.serving.prefill import PrefillLoop
+    from support.serving import VOCAB, Bytes
+
+    options = pack.parse(["--step", "64", "--rows", "2", "--tile", "8"])
+    requests = pack.prompts(30, 60, VOCAB)
+    assert {len(each.prompt) <= 60 for each in requests} == {True} and len({len(each.prompt) for each in requests}) > 9
+    rows = PrefillLoop(Bytes(options.rows, 2, 40), options.step // options.rows)
+    tiles = PrefillLoop(Bytes(options.step // options.tile, 8, 40), options.tile, packed=True)
+    (want, _, steps), (got, _, fewer) = pack.run(rows, requests), pack.run(tiles, requests)
+    assert got == want and len(want) == 30 and fewer < steps
+    with pytest.raises(SystemExit):
+        pack.parse(["--step", "64", "--tile", "7"])
+    assert "--tile: 7, allowed: a divisor of the 64 tokens of a step" in capsys.readouterr().err
