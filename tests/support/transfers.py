@@ -151,3 +151,33 @@ def received(transport: Transport, cache: PagedCache, timeout: float) -> tuple[A
     except TransferError as failure:
         number, error = None, str(failure)
     return number, error, cache.pages.used_bytes
+
+
+def numbered(index: int) -> bytes:
+    """A message that tells which one it is."""
+    return index.to_bytes(8, "little") * (1 + index % 60)
+
+
+def send_numbered(name: str, count: int) -> None:
+    """Process: messages 0 to `count` through shared memory, then one for the other direction."""
+    torch.set_num_threads(1)
+    transport = SharedMemoryTransport.attach(name)
+    for index in range(count):
+        transport.write(numbered(index), 30)
+    assert transport.read(30) == b"all of them"
+    transport.close()
+
+
+def send_many(name: str, length: int, count: int) -> None:
+    """Process: a request of `length` tokens, `count` times through shared memory."""
+    torch.set_num_threads(1)
+    transport = SharedMemoryTransport.attach(name)
+    cache = PagedCache(tiny_layout(), requests=1, token_pages=length)
+    number = cache.open(length)
+    for spec in cache.layout.pools:
+        rows = cache.pools[spec.name].view(torch.uint8)
+        rows.copy_(torch.arange(rows.numel()).view_as(rows) % 251)
+    cache.commit(number, length)
+    for _ in range(count):
+        transport.send(export_kv(cache, number), 30)
+    transport.close()
