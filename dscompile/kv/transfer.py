@@ -6,6 +6,9 @@
     data frames, in any order               ->
                                             <-  done: it is a request now, or refused with the reason
 
+All of them name the try that they belong to, a random number of the sender: what is left on the way of a try that was
+given up is passed over on both sides. A header of another try tells the receiver that the one before was given up.
+
 Every wait has a limit: `timeout` seconds without anything from the other side. A receiver that gives up, for whatever
 reason, gives its pages back first.
 """
@@ -13,6 +16,7 @@ reason, gives its pages back first.
 from __future__ import annotations
 
 import json
+import secrets
 import struct
 import time
 import zlib
@@ -20,15 +24,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, Room, as_buffer
+from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, Room, as_buffer, check_room
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.pages import OutOfPages
 
 FRAME_BYTES = 4 << 20  # of payload in a frame
-_HEAD = struct.Struct("<4s1s16sIQI")  # magic, kind, bundle id, part, offset, CRC-32 of all that and the payload
-_MAGIC = b"DSKV"
+_HEAD = struct.Struct("<4s1s16s8sIQI")  # magic, kind, bundle id, try, part, offset, CRC-32 of that and the payload
+_MAGIC = b"DSK2"
 _HEADER, _DATA, _GO, _DONE, _REFUSED = b"H", b"D", b"G", b"F", b"R"
-_ANY = bytes(16)  # in place of a bundle's id, where a frame could not be read
+_ANY = bytes(16), bytes(8)  # in place of a bundle's id and a try, where a frame could not be read
 
 
 class TransferError(RuntimeError):
@@ -57,17 +61,17 @@ class Transport(Protocol):
 
 
 class Frame(NamedTuple):
-    """One message. `bundle`: 16 bytes of the bundle's id; `part` and `offset` are of data frames."""
+    """One message. `of`: 16 bytes of the bundle's id, 8 of the try; `part` and `offset` are of data frames."""
 
     kind: bytes
-    bundle: bytes
-    part: int
-    offset: int
-    payload: bytes | memoryview
+    of: tuple[bytes, bytes]
+    part: int = 0
+    offset: int = 0
+    payload: bytes | memoryview = b""
 
     def pack(self) -> bytes:
         """As bytes, with a checksum."""
-        head = _HEAD.pack(_MAGIC, self.kind, self.bundle, self.part, self.offset, 0)
+        head = _HEAD.pack(_MAGIC, self.kind, *self.of, self.part, self.offset, 0)
         crc = zlib.crc32(self.payload, zlib.crc32(head))
         return b"".join((head[:-4], struct.pack("<I", crc), self.payload))
 
@@ -76,12 +80,12 @@ class Frame(NamedTuple):
         """BundleRefused for a frame that is not as it was sent."""
         if len(data) < _HEAD.size:
             raise BundleRefused("truncated", f"frame of {len(data)} bytes, allowed: >= {_HEAD.size}")
-        magic, kind, bundle, part, offset, crc = _HEAD.unpack_from(data)
+        magic, kind, bundle, attempt, part, offset, crc = _HEAD.unpack_from(data)
         payload = memoryview(data)[_HEAD.size :]
-        head = _HEAD.pack(magic, kind, bundle, part, offset, 0)
+        head = _HEAD.pack(magic, kind, bundle, attempt, part, offset, 0)
         if magic != _MAGIC or zlib.crc32(payload, zlib.crc32(head)) != crc:
             raise BundleRefused("damaged", f"frame of {len(data)} bytes does not have its checksum")
-        return Frame(kind, bundle, part, offset, payload)
+        return Frame(kind, (bundle, attempt), part, offset, payload)
 
 
 class MessageTransport:
@@ -110,8 +114,8 @@ class MessageTransport:
 
     def send(self, bundle: KVBundle, timeout: float) -> None:
         """See `Transport.send`."""
-        name = bytes.fromhex(bundle.header.id)
-        self.write(Frame(_HEADER, name, 0, 0, bundle.header.to_json().encode()).pack(), timeout)
+        name = bytes.fromhex(bundle.header.id), secrets.token_bytes(8)
+        self.write(Frame(_HEADER, name, payload=bundle.header.to_json().encode()).pack(), timeout)
         self._answer(name, _GO, timeout)
         for part, rows in enumerate(bundle.payload):
             data = as_buffer(rows)
@@ -122,32 +126,44 @@ class MessageTransport:
 
     def receive(self, cache: PagedCache, timeout: float, convert: bool = False, room: Room = None) -> int:
         """See `Transport.receive`. What is left of a bundle that was given up is passed over."""
-        incoming, name = self._accept(cache, timeout, convert, room)
+        check_room(room)
+        header = self._header(timeout)
+        while True:
+            incoming = self._accept(header, cache, timeout, convert, room)
+            done = self._collect(incoming, header, timeout)
+            if isinstance(done, int):
+                break
+            header = done
+        try:
+            self.write(Frame(_DONE, header.of).pack(), timeout)
+        except TransferError:
+            cache.close(done)  # the sender cannot know that it arrived, keeps the request and may send it again
+            cache.imported.pop(incoming.header.id, None)
+            raise
+        return done
+
+    def _collect(self, incoming: Incoming, header: Frame, timeout: float) -> int | Frame:
+        """The number of the new request; or the header of another try, for which the sender gave up this one."""
         try:
             deadline = time.monotonic() + timeout
             while incoming.missing:
                 frame = self._next(deadline)
-                if frame.bundle != name or frame.kind != _DATA:
-                    continue  # of a bundle that was given up, or the header once more
+                if frame.kind == _HEADER and frame.of != header.of:
+                    incoming.abort()
+                    return frame
+                if frame.of != header.of or frame.kind != _DATA:
+                    continue  # of a try that was given up, or the header once more
                 before = incoming.missing
                 incoming.put(frame.part, frame.offset, frame.payload)
                 if incoming.missing < before:
                     deadline = time.monotonic() + timeout
-            number = incoming.finish()
+            return incoming.finish()
         except BaseException as error:
             incoming.abort()
-            self._refuse(name, error, timeout)
+            self._refuse(header.of, error, timeout)
             raise
-        try:
-            self.write(Frame(_DONE, name, 0, 0, b"").pack(), timeout)
-        except TransferError:
-            cache.close(number)  # the sender cannot know that it arrived, keeps the request and may send it again
-            cache.imported.pop(incoming.header.id, None)
-            raise
-        return number
 
-    def _accept(self, cache: PagedCache, timeout: float, convert: bool, room: Room) -> tuple[Incoming, bytes]:
-        """Wait for a header and reserve its pages."""
+    def _header(self, timeout: float) -> Frame:
         deadline = time.monotonic() + timeout
         try:
             frame = self._next(deadline)
@@ -156,17 +172,21 @@ class MessageTransport:
         except BundleRefused as error:
             self._refuse(_ANY, error, timeout)
             raise
+        return frame
+
+    def _accept(self, header: Frame, cache: PagedCache, timeout: float, convert: bool, room: Room) -> Incoming:
+        """Reserve the pages of a header and say so."""
         try:
-            incoming = Incoming(cache, Header.from_json(bytes(frame.payload).decode()), convert, room)
-        except (BundleRefused, OutOfPages) as error:
-            self._refuse(frame.bundle, error, timeout)
+            incoming = Incoming(cache, Header.from_json(bytes(header.payload).decode()), convert, room)
+        except BaseException as error:
+            self._refuse(header.of, error, timeout)
             raise
         try:
-            self.write(Frame(_GO, frame.bundle, 0, 0, b"").pack(), timeout)
+            self.write(Frame(_GO, header.of).pack(), timeout)
         except BaseException:
             incoming.abort()
             raise
-        return incoming, frame.bundle
+        return incoming
 
     def _next(self, deadline: float) -> Frame:
         left = deadline - time.monotonic()
@@ -174,8 +194,11 @@ class MessageTransport:
             raise TransferError("nothing from the sender for longer than the timeout")
         return Frame.unpack(self.read(left))
 
-    def _answer(self, name: bytes, wanted: bytes, timeout: float) -> None:
-        """Wait for the receiver's word on this bundle."""
+    def _answer(self, name: tuple[bytes, bytes], wanted: bytes, timeout: float) -> None:
+        """Wait for the receiver's word on this try.
+
+        A refusal of any counts too: it comes before the word on a header behind it, and that header gets no data.
+        """
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
@@ -185,7 +208,7 @@ class MessageTransport:
                 frame = Frame.unpack(self.read(left))
             except BundleRefused as error:
                 raise TransferError(f"answer cannot be read: {error}") from error
-            if frame.bundle not in (name, _ANY):
+            if frame.of not in (name, _ANY):
                 continue
             if frame.kind == _REFUSED:
                 word = json.loads(bytes(frame.payload))
@@ -193,11 +216,11 @@ class MessageTransport:
             if frame.kind == wanted:
                 return
 
-    def _refuse(self, name: bytes, error: BaseException, timeout: float) -> None:
+    def _refuse(self, name: tuple[bytes, bytes], error: BaseException, timeout: float) -> None:
         reason = error.reason if isinstance(error, BundleRefused) else "pages" if isinstance(error, OutOfPages) else ""
         word = json.dumps({"reason": reason or "aborted", "text": str(error)}).encode()
         try:
-            self.write(Frame(_REFUSED, name, 0, 0, word).pack(), min(timeout, 1.0))
+            self.write(Frame(_REFUSED, name, payload=word).pack(), min(timeout, 1.0))
         except Exception:  # the sender may be what failed; it has a timeout of its own
             return
 

@@ -115,7 +115,7 @@ def test_back_pressure_before_any_row_is_sent() -> None:
 
 
 def test_a_frame_says_who_it_is() -> None:
-    frame = Frame(b"D", uuid.uuid4().bytes, 3, 1 << 40, b"rows")
+    frame = Frame(b"D", (uuid.uuid4().bytes, bytes(range(8))), 3, 1 << 40, b"rows")
     assert Frame.unpack(frame.pack()) == frame
 
 
