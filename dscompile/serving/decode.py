@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from dscompile.kv.bundle import KVBundle, import_kv
+from dscompile.kv.bundle import BundleRefused, Header, KVBundle, import_kv
 from dscompile.kv.deepseek_v41 import PagedModel
-from dscompile.kv.pages import OutOfPages
 from dscompile.kv.transfer import Transport
-from dscompile.serving.requests import Finished, Work, decode_room
+from dscompile.serving.requests import Finished, Note, Work, decode_room, vocabulary_of
 
 
 @dataclass
@@ -23,10 +22,15 @@ class DecodeLoop:
     """Bundles in, generated tokens out. A request joins between two steps and leaves when it has all its tokens.
 
     A request takes a state page, and token pages for all that it will store, or does not come in (`OutOfPages`): what
-    came in is never held up or thrown out. Every step is one call of `paged.rows` rows of one token.
+    came in is never held up or thrown out. What could never come in, or would make a step fail for all, is refused
+    before it has a page (`BundleRefused`). Every step is one call of `paged.rows` rows of one token.
     """
 
     def __init__(self, paged: PagedModel) -> None:
+        """ValueError for a cache with more state pages than rows: requests could come in that no step can run."""
+        pages = paged.cache.pages.state.pages
+        if pages > paged.rows:
+            raise ValueError(f"a cache for {pages} requests, allowed: <= {paged.rows}, the rows of a step")
         self.paged = paged
         self.running: dict[int, _Running] = {}
         self.work = Work()
@@ -41,14 +45,13 @@ class DecodeLoop:
         """The next bundle of a transport; raises what `Transport.receive` does.
 
         OutOfPages, when rows or pages are taken: the sender learns of it and tries again later, or elsewhere.
+        BundleRefused "length", when no pages would ever be enough, and "format", when its note is not as it should be.
         """
-        self._check_row()
-        return self._join(transport.receive(self.paged.cache, timeout, room=decode_room))
+        return self._join(transport.receive(self.paged.cache, timeout, room=self._room))
 
     def take(self, bundle: KVBundle) -> list[Finished]:
         """A bundle that is here already. BundleRefused or OutOfPages leave everything as it was."""
-        self._check_row()
-        return self._join(import_kv(self.paged.cache, bundle, room=decode_room))
+        return self._join(import_kv(self.paged.cache, bundle, room=self._room))
 
     def step(self) -> list[Finished]:
         """One more token of every request -> those that now have all of theirs. Idle rows alone if there are none."""
@@ -76,19 +79,24 @@ class DecodeLoop:
             self._unwanted.add(name)
         return False
 
-    def _check_row(self) -> None:
-        """More state pages than rows would let requests in that no step can run."""
-        if self.paged.cache.pages.state.pages > self.paged.rows:
-            pages = self.paged.cache.pages.state.pages
-            raise ValueError(f"a cache for {pages} requests, allowed: <= {self.paged.rows}, the rows of a step")
+    def _room(self, header: Header) -> int:
+        """Tokens to reserve pages for. Asked before any page is taken, so that a refusal leaves nothing behind."""
+        note = Note.of(header.note, vocabulary_of(self.paged))
+        room, cache = decode_room(header), self.paged.cache
+        pages = cache.pages.tokens.pages * cache.layout.page_tokens
+        if room > min(self.paged.limit, pages):
+            given = f"{header.length} tokens stored and {note.tokens} wanted are {room} to store"
+            most = f"<= {min(self.paged.limit, pages)} (limit {self.paged.limit}, all pages {pages})"
+            raise BundleRefused("length", f"request {note.name}: {given}, allowed: {most}")
+        return room
 
     def _join(self, number: int) -> list[Finished]:
-        note = self.paged.cache.request(number).note
-        self.running[number] = _Running(note["name"], [note["next"]], note["tokens"])
+        note = Note.of(self.paged.cache.request(number).note)
+        self.running[number] = _Running(note.name, [note.next], note.tokens)
         self.work.requests += 1
-        if note["name"] in self._unwanted:
-            self._unwanted.remove(note["name"])
-            self.abort(note["name"])
+        if note.name in self._unwanted:
+            self._unwanted.remove(note.name)
+            self.abort(note.name)
             return []
         return self._leave(number)
 
@@ -99,11 +107,3 @@ class DecodeLoop:
         del self.running[number]
         self.paged.cache.close(number)
         return [Finished(each.name, tuple(each.tokens))]
-
-
-def try_receive(loop: DecodeLoop, transport: Transport, timeout: float) -> list[Finished]:
-    """`receive`, where no room is nothing that went wrong: the sender keeps the request."""
-    try:
-        return loop.receive(transport, timeout)
-    except OutOfPages:
-        return []

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dscompile.kv.deepseek_v41 import PagedModel
-from dscompile.serving.requests import Prefilled, Request, Work
+from dscompile.serving.requests import Prefilled, Request, RequestRefused, Work, vocabulary_of
 
 
 @dataclass
@@ -41,11 +41,19 @@ class PrefillLoop:
         return bool(self.running) or bool(self.waiting) and self._fits(self.waiting[0])
 
     def submit(self, request: Request) -> None:
-        """Take a request in. ValueError for a prompt that could never be stored here."""
+        """Take a request in. RequestRefused, a ValueError, for what could never be run here or would mix up two."""
+        if self.has(request.name):
+            raise RequestRefused("duplicate", f"request {request.name} is here already, allowed: a name of its own")
         if len(request.prompt) > self.paged.limit:
             given = f"prompt of {len(request.prompt)} tokens"
-            raise ValueError(f"request {request.name}: {given}, allowed: <= {self.paged.limit}")
+            raise RequestRefused("length", f"request {request.name}: {given}, allowed: <= {self.paged.limit}")
+        request.check_vocabulary(vocabulary_of(self.paged))
         self.waiting.append(request)
+
+    def has(self, name: int) -> bool:
+        """Whether a request of this name waits, runs or is stored."""
+        here = (*self.waiting, *(each.request for each in self.running))
+        return name in self.stored or any(request.name == name for request in here)
 
     def step(self) -> list[Prefilled]:
         """Run the next tokens of running prompts, new ones included -> those that are stored whole.

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from dscompile.kv.bundle import export_kv
 from dscompile.kv.transfer import MessageTransport
-from dscompile.serving.decode import DecodeLoop, try_receive
+from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.outbox import Outbox
 from dscompile.serving.prefill import PrefillLoop
-from dscompile.serving.requests import Finished, Request
+from dscompile.serving.requests import Failed, Finished, Request, RequestRefused
+from dscompile.serving.senders import Senders
 
 _IDLE_SECONDS = 0.001  # between looks when no rank of the instance has work
 
@@ -72,8 +73,9 @@ def serve_prefill(
 ) -> None:
     """Until an order None has come to every rank of the instance and all its requests have left.
 
-    tell: gets a `Left` for every request that has gone on or was aborted, and a `Finished` for one whose first token is
-    all that was wanted.
+    tell: gets a `Left` for every request that has gone on, was aborted or has failed, a `Finished` for one whose first
+    token is all that was wanted, and a `Failed` for one that this rank cannot run or no decode rank can hold. One that
+    is refused for its name has not left: the one that is here by that name goes on.
     """
     closing = False
     while True:
@@ -85,11 +87,16 @@ def serve_prefill(
                 if loop.abort(order.name):
                     tell(Left(order.name))
             else:
-                loop.submit(order)
+                _submit(loop, order, tell)
         for name in outbox.arrived():
             if name in loop.stored:
                 loop.release(name)
                 tell(Left(name))
+        for failed in outbox.failed():
+            if failed.name in loop.stored:
+                loop.release(failed.name)
+                tell(Left(failed.name))
+                tell(failed)
         going = not closing or loop.busy or bool(loop.waiting) or bool(outbox.pending) or bool(loop.stored)
         busy, going = together(loop.busy, going)
         if not going:
@@ -113,30 +120,47 @@ def serve_decode(
     tell: Callable[[Any], None],
     timeout: float,
     together: Together = alone,
+    stall: float = 5.0,
 ) -> None:
     """Until an order None has come to every rank of the instance, which is given when nothing is under way any more.
 
-    tell: gets a `Finished` for every request. timeout: seconds of silence after which a sender counts as gone.
+    tell: gets a `Finished` for every request, a `Refused` for a bundle that is not taken, and a `SenderGone` for a
+    sender that was silent in the middle of a bundle or sent what is none; requests of the others, and what had come
+    from it, go on. timeout: seconds of silence after which a sender counts as gone; steps are made meanwhile. stall:
+    seconds for the rest of a message that has begun, or for an answer to be taken: no step is made meanwhile.
     """
+    incoming = Senders(loop, senders, tell, timeout, stall)
     closing = False
-    while True:
+
+    def turn() -> bool:
+        """Orders, what has come, a step -> whether it goes on. Also made while a sender is waited for."""
+        nonlocal closing
         for order in _orders(orders):
             if order is None:
                 closing = True
             elif isinstance(order, Abort):
                 loop.abort(order.name, coming=True)
-        for sender in senders:
-            if sender.ready():
-                for done in try_receive(loop, sender, timeout):
-                    tell(done)
-        busy, going = together(loop.busy, not closing or loop.busy)
-        if not going:
-            return
-        if not busy:
+        incoming.receive(turn)
+        busy, going = together(loop.busy, not closing or loop.busy or incoming.busy)
+        if going and busy:
+            for done in loop.step():
+                tell(done)
+        elif going:
             time.sleep(_IDLE_SECONDS)
-            continue
-        for done in loop.step():
-            tell(done)
+        return going
+
+    while turn():
+        pass
+
+
+def _submit(loop: PrefillLoop, request: Request, tell: Callable[[Any], None]) -> None:
+    """One request that cannot be run must not end the rank, which has others."""
+    try:
+        loop.submit(request)
+    except RequestRefused as error:
+        if error.reason != "duplicate":
+            tell(Left(request.name))
+        tell(Failed(request.name, error.reason, str(error)))
 
 
 def _orders(orders: Orders) -> list[Order]:

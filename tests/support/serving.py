@@ -1,25 +1,33 @@
-"""Prefill and decode loops in one process, and a stand-in for a model whose tokens follow from every stored byte."""
+"""Prefill and decode loops in one process, ways between them, and a stand-in for a model whose tokens follow from every
+stored byte."""
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dscompile.kv.bundle import KVBundle, export_kv
+from dscompile.kv.bundle import BundleRefused, KVBundle, export_kv
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.deepseek_v41 import PagedModel
 from dscompile.kv.pages import OutOfPages
+from dscompile.kv.transfer import TransferError
 from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.prefill import PrefillLoop
 from dscompile.serving.requests import Request
 from support.paged import tiny_layout
+from support.transfers import QueueTransport
 
 VOCAB = 89
+SECONDS = 60.0  # more than anything here takes
 
 
 class Bytes:
@@ -97,6 +105,7 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self.way: deque[KVBundle] = deque()
         self.done: dict[int, tuple[int, ...]] = {}
+        self.failed: dict[int, str] = {}
         self.refused = self.most_rows = 0
         self.positions: set[tuple[int, ...]] = set()
 
@@ -118,6 +127,8 @@ class Pair:
             except OutOfPages:
                 self.refused += 1
                 return
+            except BundleRefused as error:
+                self.failed[self.way[0].header.note["name"]] = error.reason
             self.prefill.release(self.way.popleft().header.note["name"])
 
     def run(self, requests: Sequence[Request], after: Callable[[int], None] = lambda turn: None) -> None:
@@ -138,3 +149,49 @@ class Pair:
         for each in finished:
             assert each.name not in self.done
             self.done[each.name] = each.tokens
+
+
+class Way(QueueTransport):
+    """Messages in a queue, of which the receiver can tell whether there is one."""
+
+    def ready(self) -> bool:
+        return not self._in.empty()
+
+
+class Slow(Way):
+    """A sender's end that waits for `go` before it writes rows."""
+
+    go: threading.Event
+
+    def write(self, message: bytes, timeout: float) -> None:
+        if message[4:5] == b"D":
+            assert self.go.wait(SECONDS)
+        super().write(message, timeout)
+
+
+class Cut(Way):
+    """A receiver's end where a message has begun, and the rest of it never comes."""
+
+    waited: float = 0.0
+
+    def ready(self) -> bool:
+        return True
+
+    def read(self, timeout: float) -> bytes:
+        time.sleep(timeout)
+        self.waited += timeout
+        raise TransferError(f"sent nothing for {timeout:.3g} s")
+
+
+def way(end: type[Way] = Way, other: type[Way] = Way) -> tuple[Any, Any]:
+    """Sender's and receiver's end."""
+    there: queue.Queue[bytes] = queue.Queue()
+    back: queue.Queue[bytes] = queue.Queue()
+    return end(there, back), other(back, there)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
