@@ -39,8 +39,9 @@ from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.outbox import Outbox, Sent
 from dscompile.serving.prefill import PrefillLoop
 from dscompile.serving.rank import Left, in_step, serve_decode, serve_prefill
-from dscompile.serving.requests import Finished, Request, Work
+from dscompile.serving.requests import Failed, Finished, Request, Work
 from dscompile.serving.router import Router
+from dscompile.serving.senders import SenderGone
 
 PREFILL = ((0, 1), (2, 3))  # ranks of each prefill instance
 DECODE = (4, 5)
@@ -161,6 +162,10 @@ def route(asked: list[Request], orders: list[Any], news: Iterator[Any]) -> dict[
             router.left(word.name)
         elif isinstance(word, Finished):
             done[word.name] = word.tokens
+        elif isinstance(word, Failed):
+            raise RuntimeError(f"request {word.name} failed: {word.text}")
+        elif isinstance(word, SenderGone):
+            raise RuntimeError(f"a decode rank lost rank {SENDERS[word.sender]}: {word.text}")
     for each in orders:
         each.put(None)
     return done
