@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dscompile
+from dscompile.kv.deepseek_v41 import PagedModel
 from dscompile.lowering.template import choose, triton_templates
 from dscompile.miniatures import token_ids, v41_model
 from dscompile.models.deepseek_v41 import DeepseekV41Config
@@ -16,6 +17,7 @@ from dscompile.tuning.calls import Call
 from dscompile.tuning.inputs import make_inputs
 from dscompile.tuning.measure import check
 from dscompile.workload import v41_calls
+from support.paged import scattered
 
 TARGET = get_target("sm_103a")
 
@@ -63,3 +65,17 @@ def test_the_model_as_a_whole(dtype: torch.dtype) -> None:
     for graph in report.graphs:
         assert not graph.misses
         assert not [low for low in graph.lowerings if low.kernel.startswith("reference")]
+
+
+@pytest.mark.slow
+def test_a_packed_batch() -> None:
+    """Requests with one row and with several, over scattered pages."""
+    model = v41_model(torch.float32, hc_sinkhorn_iters=2)
+    compiled = torch.compile(model, backend="dsv4", options={"target": "sm_103a", "inductor": False})
+    prompts, logits = [token_ids(length)[0].tolist() for length in (17, 3, 8)], []
+    for forward in (model, compiled):
+        run = PagedModel(model, scattered(model, 3, 120), rows=5, max_tokens=24, forward=forward)
+        numbers = [run.cache.open(len(prompt)) for prompt in prompts]
+        run.pack(numbers[:1], [prompts[0][:7]], 8)
+        logits.append(run.pack(numbers, [prompts[0][7:], *prompts[1:]], 8))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-2, atol=1e-2)
