@@ -1,6 +1,8 @@
 """The NIXL transport against a fake that records its calls: nothing here ran on NIXL itself."""
 
 import json
+import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -24,6 +26,7 @@ class FakeAgent:
         self.memory: list[torch.Tensor] = []
         self.notifs: dict[str, list[bytes]] = defaultdict(list)
         self.peers: set[str] = set()
+        self.lock = threading.Lock()  # of its notifications
         world[name] = self
 
     def register_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,10 +59,15 @@ class FakeAgent:
 
     def send_notif(self, name: str, message: bytes) -> None:
         assert name in self.peers
-        self.world[name].notifs[self.name].append(message)
+        self.world[name].notify(self.name, message)
+
+    def notify(self, sender: str, message: bytes) -> None:
+        with self.lock:
+            self.notifs[sender].append(message)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        out, self.notifs = self.notifs, defaultdict(list)
+        with self.lock:
+            out, self.notifs = self.notifs, defaultdict(list)
         return out
 
     def initialize_xfer(self, operation: str, local: Any, remote: Any, name: str, message: bytes) -> Any:
@@ -75,7 +83,7 @@ class FakeAgent:
             (into, size), (where, count) = handle[0][0], handle[1][0]
             assert size == count
             self._at(self, into, size).copy_(self._at(self.world[handle[2]], where, size))
-            self.world[handle[2]].notifs[self.name].append(handle[3])
+            self.world[handle[2]].notify(self.name, handle[3])
         return self.state
 
     def release_xfer_handle(self, handle: Any) -> None:
@@ -120,9 +128,9 @@ def test_a_bundle_goes_over_in_one_sided_reads() -> None:
 def test_a_read_that_fails(state: str, message: str) -> None:
     mine = PagedCache(tiny_layout(), requests=2, token_pages=40)
     out, back = pair(state)
-    sent, got = both(lambda: out.send(export_kv(*stored_request()), 0.3), lambda: back.receive(mine, 0.2))
+    sent, got = both(lambda: out.send(export_kv(*stored_request()), 5), lambda: back.receive(mine, 0.2))
     assert isinstance(got, TransferError) and message in str(got)
-    assert isinstance(sent, TransferError) and "decode took nothing" in str(sent)
+    assert isinstance(sent, TransferError) and "decode could not read a message of" in str(sent)
     assert mine.pages.used_bytes == 0 and "release_xfer_handle" in back._agent.calls
 
 
@@ -130,10 +138,84 @@ def test_silence_and_refusals() -> None:
     out, back = pair()
     with pytest.raises(TransferError, match="prefill sent nothing for 0.05 s"):
         back.read(0.05)
-    with pytest.raises(TransferError, match="allowed: <= 8192"):
+    with pytest.raises(TransferError, match="message of 9000 bytes, allowed: 1 to 8192"):
         out.write(bytes(9000), 1)
     with pytest.raises(TransferError, match="after `connect`"):
         NixlTransport("lonely", FakeAgent("lonely", {})).read(0.1)
     if not nixl_available():
         with pytest.raises(ImportError, match="pip install nixl"):
             NixlTransport("nobody")
+
+
+def test_an_agent_with_two_transports() -> None:
+    """Each gets what its own peer sent, whichever asks first; notes that come before `connect` are kept."""
+    world: dict[str, FakeAgent] = {}
+    agents = {name: FakeAgent(name, world) for name in ("prefill", "first", "second")}
+    ends = {name: NixlTransport(name, agents[name], 8192) for name in ("first", "second")}
+    mine = {name: NixlTransport(name, agents["prefill"], 8192) for name in ends}
+    for name, end in ends.items():
+        end.connect(agents["prefill"].get_agent_metadata())
+        with pytest.raises(TransferError, match="prefill took nothing"):
+            end.write(b"from " + name.encode(), 0.01)
+    mine["first"].connect(agents["first"].get_agent_metadata())
+    assert mine["first"].read(1) == b"from first"
+    with pytest.raises(TransferError, match="first sent nothing"):
+        mine["first"].read(0.01)
+    mine["second"].connect(agents["second"].get_agent_metadata())
+    assert mine["second"].read(1) == b"from second"
+    results: list[bytes] = []
+    readers = [threading.Thread(target=lambda end=end: results.append(end.read(5))) for end in ends.values()]
+    for reader in readers:
+        reader.start()
+    writers = [threading.Thread(target=end.write, args=(name.encode(), 5)) for name, end in mine.items()]
+    for thread in writers:
+        thread.start()
+    for thread in (*readers, *writers):
+        thread.join(10)
+    assert sorted(results) == [b"first", b"second"]
+    again = NixlTransport("again", agents["prefill"], 8192)
+    with pytest.raises(ValueError, match="peer: first, allowed: none that another open transport"):
+        again.connect(agents["first"].get_agent_metadata())
+    mine["first"].close()
+    mine["first"].close()
+    with pytest.raises(TransferError, match="before `close`"):
+        mine["first"].read(0.01)
+    again.connect(agents["first"].get_agent_metadata())
+    with pytest.raises(ValueError, match="again is connected, allowed: connect once"):
+        again.connect(agents["first"].get_agent_metadata())
+
+
+def test_a_message_stays_until_it_was_taken() -> None:
+    """Also after its sender stopped waiting; the next one waits for it."""
+    out, back = pair()
+    with pytest.raises(TransferError, match="decode took nothing for 0.01 s"):
+        out.write(b"one", 0.01)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="decode took nothing, the message before included, for 0.01 s"):
+            out.write(b"another", 0.01)
+    assert back.read(1) == b"one"
+    sent, got = both(lambda: out.write(b"two", 5), lambda: back.read(5))
+    assert sent is None and got == b"two"
+
+
+def test_offers_of_a_transport_that_was_given_up() -> None:
+    """They point at memory that is not there: the newest counts, and a number is not taken twice."""
+    out, back = pair()
+    with pytest.raises(TransferError):
+        out.write(b"old", 0.01)
+    offer = back._agent.notifs["prefill"][0]
+    out.close()
+    out = NixlTransport("prefill", out._agent, 8192)
+    out.connect(back.metadata)
+    sent, got = both(lambda: out.write(b"new", 5), lambda: (time.sleep(0.05), back.read(5))[1])
+    assert sent is None and got == b"new"
+    back._agent.notifs["prefill"].append(offer)
+    with pytest.raises(TransferError, match="prefill sent nothing"):
+        back.read(0.01)
+
+
+def test_message_bytes_are_checked_before_memory_is_registered() -> None:
+    agent = FakeAgent("prefill", {})
+    with pytest.raises(ValueError, match="message_bytes: 4096, allowed: > 4096"):
+        NixlTransport("prefill", agent, 4096)
+    assert not agent.memory
