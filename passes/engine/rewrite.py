@@ -145,13 +145,14 @@ class Rewriter:
         results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         if why := self._wrong_results(match, results):
             return why
-        point = self._place(match)
+        stores = [n for n in body.graph.nodes if n.op == "call_function" and mutated_args(n.target)]
+        point = self._safe_place(match, body, stores, late=False)
+        if isinstance(point, Reject) and stores:  # in front of the first use, something still reads the pool as it was
+            late = self._safe_place(match, body, stores, late=True)
+            point = point if isinstance(late, Reject) else late
         if isinstance(point, Reject):
             return point
         moved, before = point
-        stores = [n for n in body.graph.nodes if n.op == "call_function" and mutated_args(n.target)]
-        if why := self._unsafe_stores(match, body, stores, before):
-            return why
         new = self._inline(match, body, before)
         for node in moved:
             before.prepend(node)
@@ -195,8 +196,19 @@ class Rewriter:
                 return Reject(f"replacement output {i} is on {have.device}, the graph on {want.device}", old)
         return None
 
-    def _place(self, match: Match) -> tuple[list[Node], Node] | Reject:
-        """Where the replacement goes: (nodes that have to move behind it, the node in front of which it goes)."""
+    def _safe_place(
+        self, match: Match, body: GraphModule, stores: list[Node], late: bool
+    ) -> tuple[list[Node], Node] | Reject:
+        point = self._place(match, late)
+        if isinstance(point, Reject):
+            return point
+        return self._unsafe_stores(match, body, stores, *point) or point
+
+    def _place(self, match: Match, late: bool) -> tuple[list[Node], Node] | Reject:
+        """Where the replacement goes: (nodes that have to move behind it, the node in front of which it goes).
+
+        That is in front of the first use if its inputs are there, or (`late`) where the last output stood.
+        """
         inner = set(match.nodes) - self._kept(match)
         outputs = [n for n in match.outputs if n is not None]
         last_input = max(match.inputs.values(), default=outputs[0])
@@ -206,7 +218,7 @@ class Rewriter:
         moved: list[Node] = []
         early = sorted({u for u in users if u < last})
         if early:
-            if last_input < early[0]:
+            if last_input < early[0] and not late:
                 before = early[0]
             else:
                 moved, before = self._dependents(early, last), last.next
@@ -236,7 +248,9 @@ class Rewriter:
                     todo.append(user)
         return sorted(out)
 
-    def _unsafe_stores(self, match: Match, body: GraphModule, stores: list[Node], before: Node) -> Reject | None:
+    def _unsafe_stores(
+        self, match: Match, body: GraphModule, stores: list[Node], moved: list[Node], before: Node
+    ) -> Reject | None:
         """A replacement may write to an input only if the graph writes it back anyway and nobody reads it old later."""
         holders = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), body.meta["inputs"]))
         for store in stores:
@@ -251,7 +265,7 @@ class Rewriter:
                 if epilogue is None:
                     return Reject(f"input {name} is not written back by the graph", pool)
                 for reader in mutation.readers(memory):
-                    if reader in match.nodes or reader is epilogue or reader < before:
+                    if reader in match.nodes or reader is epilogue or (reader < before and reader not in moved):
                         continue
                     if reader.target is not RESHAPE:
                         return Reject(f"%{reader.name} reads {name} as it was before the store", reader)

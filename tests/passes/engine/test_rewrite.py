@@ -10,25 +10,10 @@ from dscompile.passes.engine import Pattern, PatternError, PatternPass, Reject, 
 from dscompile.passes.engine.graphs import find
 from dscompile.passes.engine.passes import PassContext
 from dscompile.passes.engine.testing import functional_graph, run_flat
+from support.patterns import apply, reason
 
 aten = torch.ops.aten
 dsv4 = torch.ops.dsv4
-
-
-def apply(patterns, fn, *inputs, **kwargs):
-    gm = functional_graph(fn, *inputs)
-    before = run_flat(gm)
-    normalise(gm)
-    patterns = patterns if isinstance(patterns, tuple) else (patterns,)
-    result = PatternPass("test", patterns, **kwargs).run(gm, PassContext())
-    for a, b in zip(run_flat(gm), before):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    return gm, result
-
-
-def reason(result):
-    assert not result.matches and len(result.near_misses) == 1, result
-    return result.near_misses[0].reason
 
 
 def add_norm(x, r, w, eps):
@@ -223,70 +208,6 @@ def test_idempotent_and_repeated_sites():
     gm, result = apply(ADD_NORM, fn, *XRW)
     assert result.counts == {"add_norm": 3}
     assert not PatternPass("again", (ADD_NORM,)).run(gm, PassContext()).matches
-
-
-# -- writes -----------------------------------------------------------------------------------------------------
-
-STORE = Pattern(
-    "store", "store_rows", "toy",
-    lambda pool, rows, slots: aten.index_put(pool, [slots], rows * 2),
-    lambda pool, rows, slots: (dsv4.store_rows(pool, rows * 2, slots), pool)[1],
-    {"pool": "f32[S R]", "rows": "f32[N R]", "slots": "i64[N]"}, key=aten.index_put.default,
-)  # fmt: skip
-POOL = (torch.zeros(6, 4), torch.randn(2, 4), torch.tensor([1, 4]))
-
-
-def test_store_becomes_a_write():
-    def fn(pool, rows, slots):
-        pool[slots] = rows * 2
-        return pool.sum() + 1
-
-    gm, result = apply(STORE, fn, *POOL)
-    assert result.counts == {"store_rows": 1}
-    order = [n.target for n in gm.graph.nodes if n.op == "call_function"]
-    assert aten.copy_.default not in order
-    assert order.index(dsv4.store_rows.default) < order.index(aten.sum.dim_IntList)
-
-
-def test_two_stores_into_one_pool_keep_their_order():
-    def fn(pool, rows, slots):
-        pool[slots] = rows * 2
-        middle = pool.sum(1)
-        pool[slots + 1] = rows.exp() * 2
-        return middle, pool.sum(1)
-
-    gm, result = apply(STORE, fn, *POOL)
-    assert result.counts == {"store_rows": 2}
-    order = [n.target for n in gm.graph.nodes if n.op == "call_function"]
-    stores = [i for i, t in enumerate(order) if t is dsv4.store_rows.default]
-    assert stores[0] < order.index(aten.sum.dim_IntList) < stores[1]
-
-
-def test_store_through_a_view_of_the_pool():
-    def fn(pool, rows, slots):
-        pool.view(12, 4)[slots] = rows * 2
-        return pool.sum()
-
-    gm, result = apply(STORE, fn, torch.zeros(2, 6, 4), *POOL[1:])
-    assert result.counts == {"store_rows": 1} and not find(gm.graph, aten.copy_.default)
-
-
-def test_a_later_read_of_the_old_pool_refuses_the_store():
-    def fn(pool, rows, slots):
-        new = aten.index_put(pool, [slots], rows * 2)
-        old = (pool * 3).sum()
-        pool.copy_(new)
-        return old
-
-    _, result = apply(STORE, fn, *POOL)
-    assert "reads pool as it was before the store" in reason(result)
-
-
-def test_a_pool_that_is_not_written_back_is_not_written():
-    _, result = apply(STORE, lambda pool, rows, slots: aten.index_put(pool, [slots], rows * 2) + 1, *POOL)
-    assert "not written back" in reason(result)
-    _, result = apply(STORE, lambda pool, rows, slots: aten.index_put(pool + 1, [slots], rows * 2), *POOL)
-    assert "no graph input" in reason(result)
 
 
 def test_r22_halves_on_both_sides_of_a_write():
