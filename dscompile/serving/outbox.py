@@ -18,8 +18,9 @@ _TRIES = 3  # of a bundle at a receiver, where it was spoilt on its way
 
 @dataclass
 class Sent:
-    """Bundles that arrived, their bytes and stored tokens, how often a receiver had no room, bundles that nobody can
-    take, seconds of all tries."""
+    """Bundles that arrived, with bytes and stored tokens. refused: how often a receiver had no room. failed: bundles
+    that nobody can take. seconds: of all tries.
+    """
 
     bundles: int = 0
     bytes: int = 0

@@ -127,7 +127,7 @@ def serve_decode(
     tell: gets a `Finished` for every request, a `Refused` for a bundle that is not taken, and a `SenderGone` for a
     sender that was silent in the middle of a bundle or sent what is none; requests of the others, and what had come
     from it, go on. timeout: seconds of silence after which a sender counts as gone; steps are made meanwhile. stall:
-    seconds for the rest of a message that has begun, or for an answer to be taken: no step is made meanwhile.
+    the same in the middle of a message, or while an answer is not taken: no step is made meanwhile.
     """
     incoming = Senders(loop, senders, tell, timeout, stall)
     closing = False

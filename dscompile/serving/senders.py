@@ -62,7 +62,7 @@ class _BetweenSteps(MessageTransport):
         self._way.write(message, min(timeout, self._stall))
 
     def read(self, timeout: float) -> bytes | bytearray:
-        """Waits `timeout` seconds for a message to begin, and `stall` for the rest of it: that cannot be put off."""
+        """Bears `timeout` seconds of silence before a message, and `stall` within it: that wait cannot be put off."""
         began = quiet = time.monotonic()
         while not self._way.ready():
             if not self._begun:
@@ -91,8 +91,8 @@ class Senders:
         self, loop: DecodeLoop, ways: Sequence[MessageTransport], tell: Callable[[object], None], timeout: float,
         stall: float,
     ) -> None:  # fmt: skip
-        """timeout: seconds of silence between the messages of a bundle after which a sender counts as gone. stall:
-        seconds, without a step meanwhile, that the rest of a message may take.
+        """timeout: seconds of silence between the messages of a bundle after which a sender counts as gone. stall: the
+        same in the middle of a message, where no step is made meanwhile.
         """
         if timeout <= 0 or stall <= 0:
             raise ValueError(f"timeout: {timeout} s and stall: {stall} s, allowed: > 0")
