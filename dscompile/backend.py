@@ -17,10 +17,12 @@ from dscompile import capture, report
 from dscompile.halves import halved, marked_inputs
 from dscompile.options import Options
 from dscompile.parallel import with_state
+from dscompile.passes.decoding import Obstacle
 from dscompile.passes.halving import Unsplittable, check_writes
 from dscompile.passes.schedule import KEEP_ORDER
 from dscompile.rewriting import Snapshots, rewrite
 from dscompile.verify import checked, copy_graph
+from dscompile.whole_step import outside_of_graph
 
 
 class DscompileWarning(UserWarning):
@@ -45,7 +47,7 @@ def dsv4(
     Raises:
         ValueError: an unknown option or a value that is not allowed.
         dscompile.rewriting.StrictError: with `strict=True`, when something that resembles DeepSeek mathematics was
-            not recognised.
+            not recognised, or a decoding step cannot be captured.
     """
     settings = Options.from_user(options, mode)
     entry = report.GraphReport(name=_graph_name(), inputs=_describe_inputs(gm, example_inputs))
@@ -53,21 +55,22 @@ def dsv4(
     entry.nodes_before = len(gm.graph.nodes)
     if capture.needs_gradients(example_inputs):
         return _leave_unchanged(gm, example_inputs, settings, entry)
+    outside = outside_of_graph(gm) if settings.role == "decode" else ()
     capture.specialise_module_floats(gm)
     if settings.micro_batches == 2:
         try:
-            return _compile_graph(halved(gm), example_inputs, settings, entry, marked_inputs(gm))
+            return _compile_graph(halved(gm), example_inputs, settings, entry, outside, marked_inputs(gm))
         except Unsplittable as reason:
             entry = report.GraphReport(entry.name, entry.inputs, entry.nodes_before)
             entry.notes.append(f"the batch is not split: {reason}")
-    return _compile_graph(gm, example_inputs, settings, entry)
+    return _compile_graph(gm, example_inputs, settings, entry, outside)
 
 
 def _compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options, entry: report.GraphReport,
-    marked: Sequence[bool] | None = None,
+    outside: Sequence[Obstacle] = (), marked: Sequence[bool] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """marked: which inputs are cut in a graph of both halves of a batch; None for any other graph."""
+    """outside: see `rewrite`. marked: which inputs are cut in a graph of a batch's halves; None for any other graph."""
     names, values = capture.placeholder_names(gm), capture.placeholder_values(gm)
     started = time.perf_counter()
 
@@ -78,7 +81,8 @@ def _compile_graph(
         snapshots = Snapshots(keep=settings.verify)
         if marked is not None:
             check_writes(graph, names, marked)
-        state = rewrite(graph, names, settings, entry, snapshots, values, halves=1 if marked is None else 2)
+        halves = 1 if marked is None else 2
+        state = rewrite(graph, names, settings, entry, snapshots, values, halves, outside)
         _warn_of_gaps(entry)
         entry.rewrite_seconds = time.perf_counter() - began
         more = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(inputs) :]]

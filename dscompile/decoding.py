@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import fx
 
 from dscompile.expert_options import form_of
 from dscompile.options import Options
 from dscompile.passes.capturable import obstacles
-from dscompile.passes.decoding import Decoding
+from dscompile.passes.decoding import Decoding, Obstacle
 from dscompile.report import GraphReport
 
 #: Operations whose kernels are named in the record: those that have more than one form.
@@ -18,18 +19,27 @@ _SHOWN = ("attention", "experts", "index_topk", "store")
 
 def decoding(
     graph: fx.GraphModule, options: Options, entry: GraphReport, label: Callable[[fx.Node], str],
-    labels: dict[str, list[str]],
+    labels: dict[str, list[str]], input_names: Sequence[str], outside: Sequence[Obstacle] = (),
 ) -> Decoding:  # fmt: skip
     """The record of a graph after its last step.
 
     entry: its report, with lowerings and exchanges. label, labels: layers as `passes.capturable.obstacles` takes them.
+    input_names: the user's, of the placeholders. outside: what of the step is not in the graph.
     """
     variants: dict[str, list[str]] = {}
     for (operation, kernel), count in entry.kernel_counts().items():
         if any(word in operation for word in _SHOWN):
             variants.setdefault(operation.removeprefix("dsv4::"), []).append(f"{kernel} x{count}")
     named = {operation: " and ".join(kernels) for operation, kernels in variants.items()}
-    return Decoding(named, _exchange(options, entry), tuple(obstacles(graph, label, labels, options.inductor)))
+    found = (*outside, *obstacles(graph, label, labels, options.inductor))
+    return Decoding(named, _exchange(options, entry), found, tuple(_of_several_sizes(graph, input_names)))
+
+
+def _of_several_sizes(graph: fx.GraphModule, input_names: Sequence[str]) -> Iterator[str]:
+    for node, name in zip(graph.graph.find_nodes(op="placeholder"), input_names, strict=False):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            yield name
 
 
 def _exchange(options: Options, entry: GraphReport) -> str:

@@ -17,6 +17,7 @@ from dscompile.completeness import gaps
 from dscompile.decoding import decoding
 from dscompile.options import Options
 from dscompile.parallel import spread_experts
+from dscompile.passes.decoding import Obstacle
 from dscompile.passes.default import default_pipeline, pass_names
 from dscompile.passes.elide import elide
 from dscompile.passes.engine import PassContext, PassResult
@@ -39,7 +40,7 @@ STEPS = ("fuse", "share", "schedule")
 
 class StrictError(RuntimeError):
     """`strict=True` and something that resembles DeepSeek mathematics, or that a layer must have, was not recognised;
-    or, in the role "decode", a CUDA graph cannot record a step. The message lists it.
+    or, in the role "decode", one CUDA graph cannot record a step. The message lists it.
     """
 
 
@@ -57,7 +58,7 @@ class Snapshots:
 
 def rewrite(
     graph: fx.GraphModule, input_names: Sequence[str], options: Options, entry: GraphReport, snapshots: Snapshots,
-    input_values: Sequence[Any] = (), halves: int = 1,
+    input_values: Sequence[Any] = (), halves: int = 1, outside: Sequence[Obstacle] = (),
 ) -> list[Any]:  # fmt: skip
     """Rewrites `graph` in place and fills `entry`; returns what the graph takes behind its inputs (`with_state`).
 
@@ -67,6 +68,7 @@ def rewrite(
         input_values: the user's parameters and buffers among them, see `capture.placeholder_values`; for experts that
             are spread over ranks.
         halves: 2 for a graph of `halves.halved`.
+        outside: what of a decoding step is not in the graph, see `whole_step.outside_of_graph`.
 
     Raises:
         Unsplittable: the halves of such a graph cannot be interleaved.
@@ -124,7 +126,8 @@ def rewrite(
         entry.schedule = timeline(graph, lambda node: layer_of_stage(node) or label(node))
     if options.role == "decode":
         places = layer_labels(graph, input_names)
-        entry.decoding = decoding(graph, options, entry, _labeller(graph, input_names), places)
+        label = _labeller(graph, input_names)
+        entry.decoding = decoding(graph, options, entry, label, places, input_names, outside)
         if options.strict and not entry.decoding.captured:
             raise StrictError("strict: " + "\n  ".join(entry.decoding.lines()[1:]))
     entry.nodes_after = count_nodes(graph)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that a CUDA graph cannot record. node: its name in the graph; layer, source: as in a near miss."""
+    """Something that a CUDA graph cannot record.
+
+    node: its name in the graph, "" for what is not in it; layer, source: as in a near miss.
+    """
 
     layer: str
     node: str
@@ -15,8 +18,9 @@ class Obstacle:
     reason: str
 
     def __str__(self) -> str:
-        where = f"{self.layer or 'outside layers'}, {self.node}" + (f", {self.source}" if self.source else "")
-        return f"{where}: {self.reason}"
+        place = [self.layer or "outside layers", self.node] if self.node else []
+        where = ", ".join([*place, *([self.source] if self.source else [])])
+        return f"{where}: {self.reason}" if where else self.reason
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class Decoding:
     """How the steps of one decode graph run.
 
     variants: operation -> what runs it, and how often; empty where references run. exchange: how tokens travel to
-    experts; "" where they do not. obstacles: why it cannot be captured, if it cannot.
+    experts; "" where they do not. obstacles: why it cannot be captured, if it cannot. sizes: inputs of several sizes,
+    for each of which it has to be captured.
     """
 
     variants: dict[str, str]
     exchange: str = ""
     obstacles: tuple[Obstacle, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     @property
     def captured(self) -> bool:
@@ -41,5 +47,8 @@ class Decoding:
         parts = [f"{name} by {what}" for name, what in self.variants.items()]
         head = "decode: " + ", ".join([*parts, f"exchange {self.exchange or 'none'}"])
         if self.captured:
-            return [head, "decode: can be captured, the host reads nothing and no size depends on values"]
+            names = ", ".join(self.sizes[:4]) + ", ..." * (len(self.sizes) > 4)
+            once = f", once for each size of {names}" if names else ""
+            can = "decode: can be captured, one graph in which the host reads nothing and no size depends on values"
+            return [head, can + once]
         return [head, *(f"decode: cannot be captured, {obstacle}" for obstacle in self.obstacles)]
