@@ -19,27 +19,28 @@ from dscompile.passes.engine.optable import CAST, CLONE, EXPAND, PERMUTE, REDUCT
 
 aten = torch.ops.aten
 
-#: Operations of the vocabulary -> their arguments that hold a row per token; all others are taken as a whole.
-ROWS: dict[str, tuple[str, ...]] = {
-    "engram_gate": ("streams", "key", "value", "mask"),
-    "engram_gather": ("rows",),
-    "experts": ("x", "indices", "weights"),
-    "experts_packed": ("x", "indices", "weights"),
-    "fake_quant": ("x",),
-    "grouped_output": ("o",),
-    "grouped_output_packed": ("o",),
-    "hc_head": ("streams",),
-    "hc_post": ("y", "streams", "post", "comb"),
-    "hc_pre": ("streams", "pre_in"),
-    "index_topk": ("q", "head_weights", "n_visible", "candidates"),
-    "index_topk_candidates": ("q", "head_weights", "n_visible"),
-    "linear_packed": ("x",),
-    "quant_pack": ("x",),
-    "rms_norm": ("x",),
-    "rope": ("x", "cos", "sin"),
-    "router": ("x", "forced_indices"),
-    "sinkhorn": ("logits",),
-    "unpack": ("rows",),
+#: Operations of the vocabulary -> their arguments that hold a row per token, with the axes that a row itself has at
+#: least; all other arguments are taken as a whole.
+ROWS: dict[str, dict[str, int]] = {
+    "engram_gate": {"streams": 2, "key": 2, "value": 1, "mask": 0},
+    "engram_gather": {"rows": 1},
+    "experts": {"x": 1, "indices": 1, "weights": 1},
+    "experts_packed": {"x": 1, "indices": 1, "weights": 1},
+    "fake_quant": {"x": 1},
+    "grouped_output": {"o": 2},
+    "grouped_output_packed": {"o": 2},
+    "hc_head": {"streams": 2},
+    "hc_post": {"y": 1, "streams": 2, "post": 1, "comb": 2},
+    "hc_pre": {"streams": 2, "pre_in": 1},
+    "index_topk": {"q": 2, "head_weights": 1, "n_visible": 0, "candidates": 1},
+    "index_topk_candidates": {"q": 2, "head_weights": 1, "n_visible": 0},
+    "linear_packed": {"x": 1},
+    "quant_pack": {"x": 1},
+    "rms_norm": {"x": 1},
+    "rope": {"x": 1, "cos": 1, "sin": 1},
+    "router": {"x": 1, "forced_indices": 1},
+    "sinkhorn": {"logits": 2},
+    "unpack": {"rows": 1},
 }
 
 _ALONG_LAST = frozenset({
@@ -74,7 +75,7 @@ def row_inputs(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | No
     None: it is not known that the operation works by rows.
     """
     found = _found(node, lead, sizes)
-    if found is None or any(not sizes.fits(source.meta.get("val"), own) for source, own in found.items()):
+    if not found or any(not sizes.fits(source.meta.get("val"), own) for source, own in found.items()):
         return None
     return found
 
@@ -84,9 +85,7 @@ def _found(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
     if not is_op(target):
         return None
     if target.namespace == "dsv4":
-        names = ROWS.get(target._opname)
-        given = bound_args(node)
-        return None if names is None else _unless_twice(node, {given[name]: lead for name in names if given[name]})
+        return _vocabulary(node, lead)
     if target in _HANDLERS:
         return _HANDLERS[target](node, lead, sizes)
     if target in (CAST, CLONE) or torch.Tag.pointwise in target.tags:
@@ -96,16 +95,24 @@ def _found(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
     return None
 
 
-def _unless_twice(node: Node, rows: dict[Node, int]) -> dict[Node, int] | None:
-    """None where one value is handed in both as rows and as a whole."""
-    given = bound_args(node)
-    names = ROWS[node.target._opname]  # type: ignore[union-attr]
-    others = [value for name, value in given.items() if name not in names and isinstance(value, Node)]
-    return None if any(other in rows for other in others) else rows
+def _vocabulary(node: Node, lead: int) -> dict[Node, int] | None:
+    """An operation of `ROWS`; None where one value is handed in both as rows and as a whole."""
+    axes = ROWS.get(node.target._opname)  # type: ignore[union-attr]
+    if axes is None:
+        return None
+    given = {name: value for name, value in bound_args(node).items() if isinstance(value, Node)}
+    rows = {value: lead for name, value in given.items() if name in axes}
+    if any(value in rows for name, value in given.items() if name not in axes):
+        return None
+    # Tokens in an axis that the operation works across are none of its rows.
+    short = any(given[name].meta["val"].dim() - own < lead for name, own in axes.items() if name in given)
+    return None if short else rows
 
 
 def _pointwise(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
     """Elementwise with broadcasting: an input either lacks the token axes or has size 1 there, or holds the rows."""
+    if not isinstance(node.meta["val"], torch.Tensor):
+        return None
     rank = node.meta["val"].dim()
     rows: dict[Node, int] = {}
     for source in node.all_input_nodes:
@@ -164,13 +171,23 @@ def _cat(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
 
 
 def _product(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
-    """Rows times a matrix: the first argument has the rows, in `addmm` the second."""
-    position = 1 if node.target is aten.addmm.default else 0
-    rows = node.args[position]
-    if lead != 1 and node.target is not aten.linear.default:
+    """Rows times a matrix: the first argument has the rows, in `addmm` the second. What is added may have rows too."""
+    given = bound_args(node)
+    x, matrix, added = (
+        (given["input"], given["weight"], given["bias"])
+        if node.target is aten.linear.default
+        else (given.get("mat1", given["self"]), given["mat2"], given["self"] if "mat1" in given else None)
+    )
+    if not isinstance(x, Node) or x is matrix or x.meta["val"].dim() - 1 < lead:
         return None
-    once = isinstance(rows, Node) and sum(arg is rows for arg in node.args) == 1
-    return {rows: lead} if once else None  # type: ignore[dict-item]
+    rows = {x: lead}
+    if isinstance(added, Node):
+        value = added.meta["val"]
+        if value.dim() > 1 and not all(same_size(size, 1) for size in value.shape[:-1]):
+            if added is matrix or value.dim() != node.meta["val"].dim():
+                return None
+            rows[added] = lead
+    return rows
 
 
 def _lookup(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
@@ -180,8 +197,10 @@ def _lookup(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
         if len(ids) != 1:  # type: ignore[arg-type]
             return None
         ids = ids[0]  # type: ignore[index]
-    fits = isinstance(ids, Node) and ids is not table and ids.meta["val"].dim() >= lead
-    return {ids: lead} if fits and ids.meta["val"].dtype != torch.bool else None  # type: ignore[dict-item, union-attr]
+    if not isinstance(ids, Node) or ids is table or ids.meta["val"].dim() < lead:
+        return None
+    masks = (torch.bool, torch.uint8)  # which choose rows instead of naming them
+    return None if ids.meta["val"].dtype in masks else {ids: lead}
 
 
 def _gather(node: Node, lead: int, sizes: TokenSizes) -> dict[Node, int] | None:
