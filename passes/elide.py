@@ -16,17 +16,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 from torch.fx import GraphModule, Node
 
-from dscompile.passes.dialects.deepseek_v41.positions import why_not_contiguous
+from dscompile.passes.dialects.deepseek_v41.positions import why_padding_may_be_in_front
 from dscompile.passes.elision import Elision
 from dscompile.passes.engine.fxutil import bound_args, emit, evaluate, fake_mode, set_val
 from dscompile.passes.engine.graphs import find
 from dscompile.passes.liveness import ATTENTION, GraphNeeds, Liveness
-from dscompile.passes.regions import HOP, is_region_call, redirect_call, region_calls, region_module, region_operands
-from dscompile.passes.shorten import Shortener, aten, erase_unused, shortened_region
+from dscompile.passes.regions import (
+    HOP,
+    is_region_call,
+    redirect_call,
+    region_calls,
+    region_module,
+    region_operands,
+    region_results,
+)
+from dscompile.passes.shorten import Shortener, aten, erase_unused, rewritten, shortened_region
 from dscompile.passes.tail import Tails
 from dscompile.passes.token_rows import TokenSizes
 
@@ -64,8 +73,8 @@ def elide(gm: GraphModule, mode: str, tail: int | None, label: Label) -> Elision
     found = liveness.run()
     needed, window = found.tokens(), liveness.window
     if not _layers_among(found):
-        return Elision(mode, reason=_why_nothing(found, label))
-    if unproven := why_not_contiguous(positions):
+        return Elision(mode, reason=_why_nothing(gm, found, label))
+    if unproven := why_padding_may_be_in_front(positions):
         return Elision(mode, reason=unproven)
     layers, partial = _layers(found, label, liveness.sizes)
     if mode == "bounded":
@@ -94,19 +103,23 @@ def _positions(gm: GraphModule) -> Node | str:
         return "no attention was recognised"
     if len(found) > 1:
         return "attention takes positions from several places"
-    return next(iter(found))
+    positions = next(iter(found))
+    return positions if positions.graph is gm.graph else "attention takes positions that only its layer knows"
 
 
 def _layers_among(found: GraphNeeds) -> bool:
     return any(node.target is ATTENTION or node in found.calls for node in found.rows)
 
 
-def _why_nothing(found: GraphNeeds, label: Label) -> str:
-    """The last operation that needs all tokens is what keeps everything in front of it."""
-    if not found.whole:
+def _why_nothing(gm: GraphModule, found: GraphNeeds, label: Label) -> str:
+    """What keeps the last layer on all tokens keeps everything in front of it."""
+    layers = [node for node in gm.graph.nodes if node.target is ATTENTION or is_region_call(node)]
+    causes = [found.causes[node] for node in reversed(layers) if node in found.causes]
+    if not causes:
         return "no layer runs on tokens"
-    node, why = found.whole[0]
-    return f"the last layers need all tokens: {label(node) or node.name}, {why}"
+    node, why = causes[0]
+    where = "" if node.op == "output" else f"{label(node) or node.name}, "
+    return f"the last layers need all tokens: {where}{why}"
 
 
 def _layers(found: GraphNeeds, label: Label, sizes: TokenSizes) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -114,9 +127,7 @@ def _layers(found: GraphNeeds, label: Label, sizes: TokenSizes) -> tuple[dict[st
     layers: dict[str, int] = {}
     for node in sorted(found.rows):
         if (node in found.calls or node.target is ATTENTION) and (name := label(node)):
-            window = found.windows.get(node)
-            rows = found.needs[window.chunk] if window else None
-            layers[name] = max(layers.get(name, 0), found.runs[node], rows.tokens if rows else 0)
+            layers[name] = max(layers.get(name, 0), found.runs[node], found.chunks.get(node, 0))
     on_all = [node for node in found.needs if node not in found.rows and sizes.lead_of(node.meta.get("val"))]
     whole = {label(node) for node in on_all if node.op == "call_function" and found.needs[node] is None}
     return layers, tuple(name for name in layers if name in whole)
@@ -132,7 +143,7 @@ class _Writer:
     clip: bool
     _levels: dict[Node, int] = field(default_factory=dict)
     _asked: dict[Node, int] = field(default_factory=dict)
-    _regions: dict[tuple[GraphModule, int], tuple[Node, GraphModule]] = field(default_factory=dict)
+    _regions: dict[Any, tuple[Node, GraphModule]] = field(default_factory=dict)
 
     def write(self) -> None:
         self._choose_levels()
@@ -175,9 +186,8 @@ class _Writer:
             for source in rows[node]:
                 ask(source, level)
             if node in self.found.windows:
-                window = self.found.windows[node]
-                wanted = min(runs[node] + window.reach - 1, steps[-1])
-                ask(window.chunk, max(level, next(step for step in steps if step >= wanted)))
+                wanted = self.found.chunks[node]
+                ask(self.found.windows[node].chunk, max(level, next(step for step in steps if step >= wanted)))
 
     def _level(self, value: Node) -> int | None:
         """On how many tokens the operation behind a value runs; None for all."""
@@ -212,38 +222,40 @@ class _Writer:
         if self.clip:
             widths = dict.fromkeys(window.before for window in inside.windows.values())
             hidden = {width: self.tails.hide_history(width, level) for width in widths}
-        if (region, level) not in self._regions:
-            short = shortened_region(region, inside, level, self.tails.batch, changed, hidden)
-            name = f"{_attribute(call).target}_tail{level}"
+        unused = frozenset(range(region_results(call))) - {u.args[1] for u in call.users if u in self.found.needs}  # type: ignore[operator]
+        key = (region, level, unused, frozenset(changed), frozenset(hidden), rewritten(inside))
+        if key not in self._regions:
+            short = shortened_region(region, inside, level, self.tails.batch, changed, hidden, unused)
+            same = sum(taken[:2] == key[:2] for taken in self._regions)  # of which each call needs something else
+            name = f"{_attribute(call).target}_tail{level}" + (f"_{same + 1}" if same else "")
             setattr(self.gm, name, short)
             with self.gm.graph.inserting_before(call):
-                self._regions[region, level] = self.gm.graph.get_attr(name), short
-        attribute, short = self._regions[region, level]
+                self._regions[key] = self.gm.graph.get_attr(name), short
+        attribute, short = self._regions[key]
         extra = [each for pair in hidden.values() for each in pair]
         changed |= {len(operands) + position: value for position, value in enumerate(extra)}
         redirect_call(call, attribute, str(attribute.target), changed)
         call.meta.pop("eager_input_vals", None)  # of the call as it was
-        results = [value.meta.get("val") for value in short.graph.output_node().args[0]]  # type: ignore[union-attr]
+        outputs: Any = short.graph.output_node().args[0]
+        results = [value.meta.get("val") if isinstance(value, Node) else value for value in outputs]
         call.meta["val"] = (*results, *call.meta["val"][len(results) :])
         for user in call.users:
             set_val(user, call.meta["val"][user.args[1]])
 
     def _full_logits(self) -> None:
-        """Outputs keep their shape: rows that were not computed are 0."""
-        output, tails = self.gm.graph.output_node(), self.tails
-        full: dict[Node, Node] = {}
-        for value in output.all_input_nodes:
-            level = self._level(value)
-            if level is None:
-                continue
-            like = value.meta["val"]
-            sizes = [tails.batch, tails.length, *like.shape[2:]]
-            options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
-            with self.gm.graph.inserting_before(output):
-                zeros = emit(self.gm.graph, aten.full.default, (sizes, 0), options, like=value, mode=self._mode)
-                args = (zeros, [tails.sequence, tails.index(level)], value)
-                full[value] = emit(self.gm.graph, aten.index_put.default, args, like=value, mode=self._mode)
-        output.args = fx.map_arg(output.args, lambda value: full.get(value, value))
+        """Logits keep their shape: rows that were not computed are 0."""
+        logits, tails = self.found.logits, self.tails
+        level = None if logits is None else self._level(logits)
+        if logits is None or level is None:
+            return
+        output, like = self.gm.graph.output_node(), logits.meta["val"]
+        sizes = [tails.batch, tails.length, *like.shape[2:]]
+        options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+        with self.gm.graph.inserting_before(output):
+            zeros = emit(self.gm.graph, aten.full.default, (sizes, 0), options, like=logits, mode=self._mode)
+            args = (zeros, [tails.sequence, tails.index(level)], logits)
+            full = emit(self.gm.graph, aten.index_put.default, args, like=logits, mode=self._mode)
+        output.args = fx.map_arg(output.args, lambda value: full if value is logits else value)
 
 
 def _attribute(call: Node) -> Node:

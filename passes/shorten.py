@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,13 @@ class Shortener:
 
 def shortened_region(
     region: GraphModule, inside: GraphNeeds, tokens: int, batch: int, operands: Mapping[int, Node],
-    hidden: Mapping[int, tuple[Node, Node]],
+    hidden: Mapping[int, tuple[Node, Node]], unused: Collection[int] = (),
 ) -> GraphModule:  # fmt: skip
     """A copy of a region that runs on `tokens` tokens of each sequence.
 
     operands: by position, what stands for arguments that hold tokens. hidden: by length of the history, the order of
-    window rows and where it starts; the copy takes them as further arguments, in this order.
+    window rows and where it starts; the copy takes them as further arguments, in this order. unused: results that
+    nobody reads; nothing is known of what they take, so that they are not computed, and a number stands for each.
     """
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(region.graph, copies))
@@ -88,6 +89,7 @@ def shortened_region(
     for position, operand in operands.items():
         set_val(arguments[position], operand.meta["val"])
     hiding = _more_arguments(graph, hidden)
+    _drop_results(graph, unused, mode)
     for node, copy in copies.items():
         if node in inside.windows:
             window, given = inside.windows[node], bound_args(copy)
@@ -103,6 +105,28 @@ def shortened_region(
     graph.lint()
     short.recompile()
     return short
+
+
+def rewritten(inside: GraphNeeds) -> Hashable:
+    """What of a region's needs decides how its copy looks: equal for calls that may share one."""
+    rows = {
+        (node, *inputs.items(), need.lead if (need := inside.needs.get(node)) is not None else None)
+        for node, inputs in inside.rows.items()
+    }
+    return frozenset(rows), frozenset(inside.windows.items())
+
+
+def _drop_results(graph: Graph, unused: Collection[int], mode: FakeTensorMode) -> None:
+    if not unused:
+        return
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    with graph.inserting_before(output):
+        for index in unused:
+            if isinstance(results[index], Node) and isinstance(like := results[index].meta.get("val"), torch.Tensor):
+                options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+                results[index] = emit(graph, aten.full.default, ([1], 0), options, like=results[index], mode=mode)
+    output.args = (tuple(results),)
 
 
 def _more_arguments(graph: Graph, hidden: Mapping[int, tuple[Node, Node]]) -> dict[int, tuple[Node, Node]]:

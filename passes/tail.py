@@ -1,8 +1,8 @@
 """The last tokens of each sequence: where they are, and picking their rows.
 
-Sequences of a batch are padded at the end and differ in length: a tail of r tokens begins at `max(count - r, 0)`, count
-being the tokens that are not padding. Where a sequence is shorter than that, its tail is its first r rows, padding
-included, and everything about them stays as it was.
+Sequences of a batch are padded at the end, which has been proven, and differ in length: a tail of r tokens begins at
+`max(count - r, 0)`, count being the tokens that are not padding. Where a sequence is shorter than that, its tail is its
+first r rows, padding included, and everything about them stays as it was.
 """
 
 from __future__ import annotations

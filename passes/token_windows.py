@@ -72,10 +72,14 @@ def _is(node: Any, target: Any) -> bool:
     return isinstance(node, Node) and node.target is target
 
 
+def _is_difference(node: Node) -> bool:
+    return node.target is aten.sub.Tensor and not node.kwargs  # no factor of what is taken off
+
+
 def _is_first_minus(start: Any, before: int, place: Place) -> bool:
     """`positions[:, 0] - before`."""
     start = _through(place.outside(_through(start)))
-    if not isinstance(start, Node) or start.target is not aten.sub.Tensor or start.args[1] != before:
+    if not isinstance(start, Node) or not _is_difference(start) or start.args[1] != before:
         return False
     first = _through(start.args[0])
     if not isinstance(first, Node):
@@ -146,7 +150,7 @@ def _newest(test: Node, place: Place) -> int | None:
     if test.target is not aten.gt.Tensor or not place.is_positions(test.args[0]):
         return None
     bound = _through(test.args[1])
-    if not isinstance(bound, Node) or bound.target is not aten.sub.Tensor:
+    if not isinstance(bound, Node) or not _is_difference(bound):
         return None
     last, width = bound.args
     if not isinstance(last, Node) or last.target is not aten.amax.default or not place.is_positions(last.args[0]):

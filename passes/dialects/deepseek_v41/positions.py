@@ -1,5 +1,8 @@
 """What is known of position tensors: that a row's positions rise by one, or are -1 (padding) from some token on.
 
+Attention needs no more: a position below 0 neither sees nor is seen. What counts tokens has to know as well that a row
+has no positions below 0 in front of others, which the model tests with `positions >= 0`.
+
 The model cleans its positions once, in front of all layers. Layers are regions that get them as an argument, so what
 was proven in front is noted on the region's argument if every call hands in such a tensor.
 """
@@ -18,6 +21,7 @@ from dscompile.passes.regions import region_calls, region_module, region_operand
 
 aten = torch.ops.aten
 _FACT = "dsv4_contiguous_positions"
+_FROM_FIRST = "dsv4_positions_from_first_token"
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,20 @@ class PositionFacts:
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         start = time.perf_counter()
         for node in gm.graph.find_nodes(op="call_function", target=aten.where.self):
-            if _is_cleaned(node):
+            tests = _tests_of_kept(node)
+            if any(_compares_with_count(test, node.args[1]) for test in tests):
                 node.meta[_FACT] = True
+                if any(_is_valid(test, node.args[1]) for test in tests):
+                    node.meta[_FROM_FIRST] = True
         calls: dict[GraphModule, list[list[object]]] = {}
         for call in region_calls(gm):
             calls.setdefault(region_module(gm, call), []).append(region_operands(call))
         for region, operands in calls.items():
             for index, placeholder in enumerate(region.graph.find_nodes(op="placeholder")):
                 handed_in = [row[index] for row in operands]
-                if all(isinstance(value, Node) and value.meta.get(_FACT) for value in handed_in):
-                    placeholder.meta[_FACT] = True
+                for fact in (_FACT, _FROM_FIRST):
+                    if all(isinstance(value, Node) and value.meta.get(fact) for value in handed_in):
+                        placeholder.meta[fact] = True
         return PassResult(self.name, seconds=time.perf_counter() - start)
 
 
@@ -52,20 +60,29 @@ def why_not_contiguous(positions: Node) -> str | None:
     return f"positions %{positions.name} are not proven to rise by one within a row"
 
 
-def _is_cleaned(node: Node) -> bool:
-    """`where((p == p[:, :1] + arange) & .. cumulated, p, -1)`: from the first break on, -1."""
+def why_padding_may_be_in_front(positions: Node) -> str | None:
+    """None if a row's tokens are its first ones, with positions that rise by one, else what could not be proven."""
+    if why := why_not_contiguous(positions):
+        return why
+    if positions.meta.get(_FROM_FIRST):
+        return None
+    return f"positions %{positions.name} are not proven to be 0 or more from a row's first token on"
+
+
+def _tests_of_kept(node: Node) -> list[Node]:
+    """The tests of `where((test & ..) cumulated, p, -1)`: from the first token on that fails one, -1."""
     condition, positions, filler = node.args
     if not (isinstance(condition, Node) and isinstance(positions, Node) and _is_constant(filler, -1)):
-        return False
+        return []
     if condition.target is not aten.eq.Scalar or condition.args[1] != 1:
-        return False
+        return []
     product = condition.args[0]
     if not isinstance(product, Node) or product.target is not aten.cumprod.default or bound_args(product)["dim"] != 1:
-        return False
+        return []
     tests = product.args[0]
     while isinstance(tests, Node) and tests.target is aten._to_copy.default:
         tests = tests.args[0]
-    return isinstance(tests, Node) and any(_compares_with_count(test, positions) for test in _conjuncts(tests))
+    return _conjuncts(tests) if isinstance(tests, Node) else []
 
 
 def _conjuncts(node: Node) -> list[Node]:
@@ -74,18 +91,27 @@ def _conjuncts(node: Node) -> list[Node]:
     return [node]
 
 
-def _compares_with_count(test: Node, positions: Node) -> bool:
+def _is_valid(test: Node, positions: object) -> bool:
+    """`p >= 0`."""
+    bound = {aten.ge.Scalar: 0, aten.gt.Scalar: -1}.get(test.target)  # type: ignore[arg-type]
+    return bound is not None and test.args == (positions, bound)
+
+
+def _compares_with_count(test: Node, positions: object) -> bool:
+    """`p == p[:, :1] + arange`."""
     if test.target is not aten.eq.Tensor:
         return False
     for count, other in (test.args, reversed(test.args)):
         if other is positions and isinstance(count, Node) and count.target is aten.add.Tensor:
+            if count.kwargs:  # a factor of the second part
+                continue
             parts = [part for part in count.args if isinstance(part, Node)]
             if any(_is_first(part, positions) for part in parts) and any(_is_range(part) for part in parts):
                 return True
     return False
 
 
-def _is_first(node: Node, positions: Node) -> bool:
+def _is_first(node: Node, positions: object) -> bool:
     if node.target is not aten.slice.Tensor or node.args[0] is not positions:
         return False
     given = bound_args(node)
