@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -82,6 +83,7 @@ class NixlTransport(MessageTransport):
         self._serial = time.time_ns()  # more than that of an earlier transport between the same two
         self._seen = 0
         self._untaken = False
+        self._arrived: deque[bytes] = deque()  # messages that came while this side was writing
         self.frame_bytes = min(FRAME_BYTES, message_bytes - _HEAD_BYTES)
 
     @property
@@ -100,32 +102,44 @@ class NixlTransport(MessageTransport):
         self._peer = peer
 
     def write(self, message: bytes, timeout: float) -> None:
-        """Offer it, and wait until it was read. Before that, until the one before was, if that took too long."""
+        """Offer it, and wait until it was read. Before that, until the one before was, if that took too long.
+
+        What is offered meanwhile is taken in: the other side may be waiting in its `write`, too.
+        """
         if not 0 < len(message) <= len(self._out):
             raise TransferError(f"message of {len(message)} bytes, allowed: 1 to {len(self._out)} (message_bytes)")
         peer = self._other()
         if self._untaken:
-            self._wait(self._answer_to_this, timeout, "took nothing, the message before included,")
+            self._wait(lambda: self._result(timeout), timeout, "took nothing, the message before included,")
         self._serial += 1
         self._out[: len(message)] = as_tensor(message)
         where = self._agent.get_serialized_descs(self._agent.get_xfer_descs([self._out[: len(message)]]))
         self._agent.send_notif(peer, _READY + b"%d:%d:" % (self._serial, len(message)) + where)
         self._untaken = True
-        if self._wait(self._answer_to_this, timeout, "took nothing").startswith(_FAILED):
+        if self._wait(lambda: self._result(timeout), timeout, "took nothing").startswith(_FAILED):
             raise TransferError(f"{peer} could not read a message of {len(message)} bytes")
 
     def read(self, timeout: float) -> bytes:
         """Wait for an offer and read it."""
-        deadline, peer = time.monotonic() + timeout, self._other()
-        _, serial, size, where = self._wait(self._last_offer, timeout, "sent nothing").split(b":", 3)
-        try:
-            message = self._fetch(int(size), where, _TAKEN + serial, deadline, timeout)
-        except TransferError:
-            self._agent.send_notif(peer, _FAILED + serial)  # it may use its memory again
-            raise
-        return message
+        if not self._arrived:
+            self._wait(lambda: self._take_in(timeout), timeout, "sent nothing")
+        return self._arrived.popleft()
 
-    def _fetch(self, length: int, where: bytes, note: bytes, deadline: float, timeout: float) -> bytes:
+    def _take_in(self, timeout: float) -> bytes | None:
+        """Read the message that is offered now; None if there is none."""
+        offer = self._last_offer()
+        if offer is None:
+            return None
+        _, serial, size, where = offer.split(b":", 3)
+        try:
+            self._arrived.append(self._fetch(int(size), where, _TAKEN + serial, timeout))
+        except TransferError:
+            self._agent.send_notif(self._other(), _FAILED + serial)  # it may use its memory again
+            raise
+        return offer
+
+    def _fetch(self, length: int, where: bytes, note: bytes, timeout: float) -> bytes:
+        deadline = time.monotonic() + timeout
         if not 0 < length <= len(self._in):
             raise TransferError(f"message of {length} bytes, allowed: 1 to {len(self._in)} (message_bytes)")
         local = self._agent.get_xfer_descs([self._in[:length]])
@@ -156,12 +170,13 @@ class NixlTransport(MessageTransport):
         for registered in self._registered:
             self._agent.deregister_memory(registered)
 
-    def _answer_to_this(self) -> bytes | None:
+    def _result(self, timeout: float) -> bytes | None:
         """What the receiver says about the message that lies in `_out`; answers to others are dropped."""
         for note in self._inbox.notes(self._agent, self._other(), keep=lambda note: note.startswith(_READY)):
             if note in (_TAKEN + b"%d" % self._serial, _FAILED + b"%d" % self._serial):
                 self._untaken = False
                 return note
+        self._take_in(timeout)
         return None
 
     def _last_offer(self) -> bytes | None:

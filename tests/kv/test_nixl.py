@@ -198,6 +198,29 @@ def test_a_message_stays_until_it_was_taken() -> None:
     assert sent is None and got == b"two"
 
 
+def test_both_sides_write_at_once() -> None:
+    """As a receiver that answers a try whose sender is at its next one."""
+    out, back = pair()
+
+    def write(end: NixlTransport) -> list[bytes]:
+        for index in range(5):
+            end.write(b"%d" % index, 5)
+        return [end.read(5) for _ in range(5)]
+
+    assert both(lambda: write(out), lambda: write(back)) == ([b"0", b"1", b"2", b"3", b"4"],) * 2
+
+
+def test_a_second_try() -> None:
+    cache, number = stored_request()
+    bundle, (out, back) = export_kv(cache, number), pair()
+    mine = PagedCache(tiny_layout(), requests=2, token_pages=40)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="decode took nothing"):
+            out.send(bundle, 0.01)
+    sent, got = both(lambda: out.send(bundle, 10), lambda: back.receive(mine, 10))
+    assert sent is None and list(mine.pages.requests) == [got]
+
+
 def test_offers_of_a_transport_that_was_given_up() -> None:
     """They point at memory that is not there: the newest counts, and a number is not taken twice."""
     out, back = pair()
