@@ -53,12 +53,13 @@ def test_nobody_received_the_first_try(ends: Ends, alone: int) -> None:
     """`alone`: the receiver answered that try, and gave it up, before the sender tried again."""
     (out, back), bundle, mine = ends, bundle_of(), empty()
     with pytest.raises(TransferError):
-        out.send(bundle, 0.1)
-    got = outcomes(lambda: back.receive(mine, 0.1), alone)
+        out.send(bundle, 0.02)
+    got = outcomes(lambda: back.receive(mine, 0.05), alone)
     assert all(isinstance(each, TransferError) for each in got)
     sent, got = both(
-        lambda: outcomes(lambda: out.send(bundle, SECONDS), 2), lambda: outcomes(lambda: back.receive(mine, 0.5), 3)
+        lambda: outcomes(lambda: out.send(bundle, SECONDS), 2), lambda: outcomes(lambda: back.receive(mine, SECONDS), 2)
     )
+    got += outcomes(lambda: back.receive(mine, 0.02), 1)
     assert sent[0] is None and isinstance(sent[1], TransferRefused) and sent[1].reason == "duplicate"
     assert isinstance(got[0], int) and isinstance(got[1], BundleRefused) and isinstance(got[2], TransferError)
     assert list(mine.pages.requests) == [got[0]] and list(mine.imported) == [bundle.header.id]
@@ -72,7 +73,7 @@ def test_answers_to_earlier_tries_wait_for_the_sender(ends: Ends, tries: int) ->
     (out, back), bundle, mine = ends, bundle_of(), empty()
     for _ in range(tries):
         outcomes(lambda: out.send(bundle, 0.02), 1)
-        outcomes(lambda: back.receive(mine, 0.1), 1)
+        outcomes(lambda: back.receive(mine, 0.05), 1)
     assert mine.pages.used_bytes == 0 and not mine.imported
     sent, got = both(lambda: out.send(bundle, SECONDS), lambda: back.receive(mine, SECONDS))
     assert sent is None and list(mine.pages.requests) == [got]
