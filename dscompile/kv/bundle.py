@@ -88,8 +88,10 @@ class Header:
             raise BundleRefused("damaged", "header does not have its own digest")
         if version != VERSION:
             raise BundleRefused("version", f"bundle of version {version}, allowed: {VERSION}")
-        parts = tuple(Part(**part) for part in data.pop("parts"))
-        return Header(**data, parts=parts)
+        try:
+            return Header(**{**data, "parts": tuple(Part(**part) for part in data["parts"])})
+        except (KeyError, TypeError) as error:
+            raise BundleRefused("damaged", f"header has other fields ({error})") from error
 
 
 # Tokens to reserve pages for: a number, or one that follows from the header; None: just those stored.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dscompile.formats import FORMATS
-from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, as_buffer, export_kv, import_kv
+from dscompile.kv.bundle import BundleRefused, Header, Incoming, KVBundle, _digest, as_buffer, export_kv, import_kv
 from dscompile.kv.cache import PagedCache
 from dscompile.kv.pages import OutOfPages
 from support.paged import fill, tiny_layout
@@ -60,6 +60,11 @@ def test_header_as_text() -> None:
             Header.from_json(text)
     with pytest.raises(BundleRefused, match="version: bundle of version 2, allowed: 1"):
         Header.from_json(replace(bundle.header, version=2).to_json())
+    for change in ({"more": 1}, {"parts": 3}, {"parts": [{"name": "window.0"}]}):
+        data = {**json.loads(bundle.header.to_json()), **change}
+        del data["digest"]
+        with pytest.raises(BundleRefused, match="damaged: header has other fields"):
+            Header.from_json(json.dumps({**data, "digest": _digest(data)}))
 
 
 def test_another_model_format_or_version() -> None:
