@@ -71,6 +71,8 @@ class PagedModel:
             self.cache.pages.check_beginning(request, prompt)
             self._check_room(number, len(prompt))
             starts.append(self.cache.pages.replay_from(request))
+        if any(starts) and all(len(prompt) - start == 1 for prompt, start in zip(ids, starts)):
+            starts = [max(start - 1, 0) for start in starts]  # a call of one token is a decode step
         for number, prompt, start in zip(numbers, ids, starts):
             self._seed_tail(number, prompt, start)
         last = torch.zeros(0)
@@ -107,7 +109,7 @@ class PagedModel:
         logits = self._run(one_each(numbers, ids, starts), width)
         for number, start, end in zip(numbers, starts, ends):
             self.cache.commit(number, end)
-            if width == 1 and self.model.config.release_decode_keys:
+            if width == 1 and self.model.config.release_decode_keys:  # other rows than the token in a prompt has
                 self.cache.pages.keep_private(number, start)
         return logits
 
@@ -196,8 +198,9 @@ class PagedModel:
         return [token_ids(n, part, self.model.config.vocab_size) for n, part in zip(numbers, tokens)]
 
     def _parts(self, numbers: Sequence[int], parts: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        if width < 2:
-            raise ValueError(f"width: {width}, allowed: >= 2 (a call of one token is a decode step)")
+        most = self.columns * self.cache.layout.page_tokens
+        if not 2 <= width <= most:
+            raise ValueError(f"width: {width}, allowed: 2 (a call of one token is a decode step) to {most}, max_tokens")
         self._check_requests(numbers)
         ids = self._token_ids(numbers, parts)
         for number, part, start in zip(numbers, ids, self._lengths(numbers)):

@@ -61,10 +61,6 @@ class PagePool:
         """How many requests have `page`."""
         return self._users[page]
 
-    def key_of(self, page: int) -> bytes | None:
-        """What the page is found by; None if it is not."""
-        return self._key_of.get(page)
-
     def require(self, count: int, sharing: Sequence[int] = ()) -> None:
         """OutOfPages unless `count` pages can be taken while the pages `sharing` are kept from it."""
         available = self.available - sum(page in self._kept for page in sharing)
@@ -131,7 +127,8 @@ class PagePool:
 class Request:
     """The pages of one request. `length` is how many tokens are stored; `shared` of them lie in shared pages.
 
-    `note` is what its bundle said, of a request that was handed over. `salt` is what its beginning was looked for with.
+    `note` is what its bundle said, of a request that was handed over. `beginning` are the keys of its shared pages, and
+    `salt` is what they were made with.
     Tokens from `private` on are not published: their rows are not those that a prompt would give.
     """
 
@@ -142,6 +139,7 @@ class Request:
     shared: int = 0
     note: dict[str, Any] = field(default_factory=dict)
     salt: bytes = b""
+    beginning: tuple[bytes, ...] = ()
     private: int | None = None
 
 
@@ -178,16 +176,19 @@ class PageAllocator:
         if tokens < 1:
             raise ValueError(f"tokens: {tokens}, allowed: >= 1")
         found: list[int] = []
+        keys: list[bytes] = []
         if prompt is not None:
             if len(prompt) > tokens:
                 raise ValueError(f"prompt of {len(prompt)} tokens, allowed: <= {tokens}, the room asked for")
-            found = self.tokens.find(self.keys(prompt[:-1], salt))
+            keys = self.keys(prompt[:-1], salt)
+            found = self.tokens.find(keys)
         fresh = pages - len(found)
         self.state.require(1)
         self.tokens.require(fresh, found)
         self.tokens.share(found)
         request = Request(self._next, self.state.take(1)[0], found + self.tokens.take(fresh))
         request.shared, request.salt = len(found) * self.layout.page_tokens, salt
+        request.beginning = tuple(keys[: len(found)])
         self._next += 1
         return request
 
@@ -247,12 +248,11 @@ class PageAllocator:
 
     def check_beginning(self, request: Request, prompt: Sequence[int]) -> None:
         """ValueError unless `prompt` goes beyond the pages that the request shares, and begins as they do."""
-        shared = request.pages[: request.shared // self.layout.page_tokens]
-        if shared and len(prompt) <= request.shared:
+        if request.shared and len(prompt) <= request.shared:
             raise ValueError(
                 f"request {request.number}: prompt of {len(prompt)} tokens, allowed: > {request.shared}, what it shares"
             )
-        if self.keys(prompt[: request.shared], request.salt) != [self.tokens.key_of(page) for page in shared]:
+        if tuple(self.keys(prompt[: request.shared], request.salt)) != request.beginning:
             raise ValueError(
                 f"request {request.number}: another prompt than it was opened with, allowed: the same "
                 f"first {request.shared} tokens, whose pages it shares"

@@ -27,8 +27,8 @@ class PrefillLoop:
     """
 
     def __init__(self, paged: PagedModel, chunk: int, packed: bool = False) -> None:
-        if chunk < 1:
-            raise ValueError(f"chunk: {chunk} tokens, allowed: >= 1")
+        if not 1 <= chunk <= paged.limit:
+            raise ValueError(f"chunk: {chunk} tokens, allowed: 1 to {paged.limit}")
         self.paged, self.chunk, self.packed = paged, chunk, packed
         self.waiting: deque[Request] = deque()
         self.running: list[_Running] = []

@@ -127,7 +127,7 @@ def test_refusals(model: Model, prompt: Callable[..., Ids]) -> None:
         run.pack([one, two], [prompt(3), []], 8)
     with pytest.raises(ValueError, match="no number twice"):
         run.pack([one, one], [prompt(3), prompt(3)], 8)
-    with pytest.raises(ValueError, match="width: 1, allowed: >= 2"):
+    with pytest.raises(ValueError, match="width: 1, allowed: 2 "):
         run.pack([one], [prompt(3)], 1)
     with pytest.raises(ValueError, match=f"request {two}: 9 tokens, allowed: <= 8"):
         run.pack([one, two], [prompt(3), prompt(9)], 8)
@@ -160,6 +160,18 @@ def test_a_request_begins_before_it_goes_on() -> None:
     assert got.tolist() == [[-1] * 4, [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("first", [[-1, -1, -1], [0, -1, -1], [0, 0, 3], [0, 0, 99], [1, 0, 0]])
+def test_rows_of_no_row_store_nothing(model: Model, first: list[int]) -> None:
+    """A row that names none of the batch, or one behind it, is padding, and so are those that go on with it."""
+    cache = scattered(model, 1, 40)
+    number, row = cache.open(12), torch.arange(12).view(3, 4)
+    with torch.no_grad():
+        model(row, row, batch_view(cache, [number] * 3, 2, first))
+    cache.commit(number, 12)
+    stored = cache.state_bytes(number)["window.7"].any(1).view(3, 4).all(1).tolist()
+    assert stored == [first[b] == 0 and all(each == 0 for each in first[:b]) for b in range(3)]
+
+
 @pytest.mark.parametrize(
     ("first", "pages", "begins", "allowed"),
     [
@@ -168,16 +180,22 @@ def test_a_request_begins_before_it_goes_on() -> None:
         ([0, 0, 0], [3, 3, 3], [0, 4, 9], r"positions\[2, 0\]: 9, allowed: 8 or -1"),
         ([0, 0, 1], [3, 3, 3], [0, 4, 8], r"first_row\[2\]: 1, allowed: 2, or that of row 1"),
         ([0, 0, 0], [3, 4, 3], [0, 4, 8], r"first_row\[1\]: 0, allowed: 1, or that of row 0"),
+        ([0, 1, 2], [3, 4, 3], [0, 4, 8], r"state_page\[2\]: 3, allowed: another one than row 0 has"),
     ],
 )
 def test_positions_are_checked_by_row(
     model: Model, first: list[int], pages: list[int], begins: list[int], allowed: str | None
 ) -> None:
     cache = scattered(model, 5, 100)
-    view = batch_view(cache, [cache.open(20) for _ in first], 3, first)._replace(state_page=torch.tensor(pages))
+    number = cache.open(20)
+    view = batch_view(cache, [number for _ in first], 3, first)._replace(state_page=torch.tensor(pages))
     positions = torch.tensor(begins).unsqueeze(1) + torch.arange(4)
     if allowed is None:
         checks.check_positions(positions, view)
+        other = view.table.clone()
+        other[1, 0] += 1
+        with pytest.raises(ValueError, match=r"first_row\[1\]: 0, allowed: 1, or that of row 0 and of its request"):
+            checks.check_positions(positions, view._replace(table=other))
         return
     with pytest.raises(ValueError, match=allowed):
         checks.check_positions(positions, view)

@@ -9,6 +9,7 @@ import torch
 
 from dscompile.kv.deepseek_v41 import PagedModel, paged_cache
 from dscompile.kv.rollback import restore, save
+from dscompile.miniatures import v41_model
 from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM
 from support.paged import Ids, greedy, scattered
 
@@ -131,7 +132,22 @@ def test_a_shared_beginning_is_run_first_and_with_its_own_prompt(model: Model, p
     with pytest.raises(ValueError, match=f"request {second}: prompt of 32 tokens, allowed: > 32, what it shares"):
         run.prefill([second], [prompt(40)[:32]])
     assert_unchanged(run, before)
+    run.cache.pages.tokens.forget()
     run.prefill([second], [prompt(40)])
+
+
+def test_one_token_behind_a_shared_beginning_is_no_decode_step(prompt: Callable[..., Ids]) -> None:
+    """A window of 1 wants no token run again."""
+    model = v41_model(torch.float32, sliding_window=1)
+    run = PagedModel(model, paged_cache(model.config, 3, 256, 8), rows=1, max_tokens=64)
+    first = run.cache.open(32)
+    run.prefill([first], [prompt(32)])
+    run.cache.publish(first, prompt(32))
+    second, third = run.cache.open(33, prompt(33)), run.cache.open(33)
+    assert run.cache.request(second).shared == 32
+    torch.testing.assert_close(
+        run.prefill([second], [prompt(33)]), run.prefill([third], [prompt(33)]), rtol=0, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("release_keys", [True, False])

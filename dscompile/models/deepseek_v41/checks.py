@@ -51,8 +51,8 @@ def check_positions(positions: Tensor, cache: AnyCache) -> None:
     """ValueError for positions [B, T] that the model would treat as padding without having been told to.
 
     Allowed per row: p, p + 1, ... below `cache.max_tokens` (in a paged cache: that the row has pages for), then any
-    number of -1. A row that goes on with a request (`first_row`) begins where the row in front of it ends, which is
-    full. Reads data: not for compiled code.
+    number of -1. In a paged cache a request begins in one row; a row that goes on with it (`first_row`) has its pages
+    and begins where the row in front of it ends, which is full. Reads data: not for compiled code.
     """
     most = token_limit(cache)
     limits = [most] * len(positions) if isinstance(most, int) else most.flatten().tolist()
@@ -67,15 +67,21 @@ def check_positions(positions: Tensor, cache: AnyCache) -> None:
                 raise ValueError(f"positions[{b}, {t}]: {position}, allowed: < max_tokens {limit} (cache)")
             if position < 0 or position != expected:
                 raise ValueError(f"positions[{b}, {t}]: {position}, allowed: {expected} (one more each token) or -1")
-    if isinstance(cache, PagedDeepseekV41Cache) and cache.first_row is not None:
-        _check_rows_go_on(positions.tolist(), cache.first_row.tolist(), cache.state_page.tolist())
+    if isinstance(cache, PagedDeepseekV41Cache):
+        _check_rows_of_requests(positions.tolist(), cache)
 
 
-def _check_rows_go_on(positions: list[list[int]], first_row: list[int], page: list[int]) -> None:
+def _check_rows_of_requests(positions: list[list[int]], cache: PagedDeepseekV41Cache) -> None:
+    """Every request begins once, and its other rows go on with it."""
+    page, table = cache.state_page.tolist(), cache.table.tolist()
+    first_row = list(range(len(page))) if cache.first_row is None else cache.first_row.tolist()
+    begins: dict[int, int] = {}
     for b, first in enumerate(first_row):
         if first == b:
+            if page[b] >= 0 and begins.setdefault(page[b], b) != b:
+                raise ValueError(f"state_page[{b}]: {page[b]}, allowed: another one than row {begins[page[b]]} has")
             continue
-        if b == 0 or first != first_row[b - 1] or page[b] != page[b - 1]:
+        if b == 0 or first != first_row[b - 1] or page[b] != page[b - 1] or table[b] != table[b - 1]:
             raise ValueError(f"first_row[{b}]: {first}, allowed: {b}, or that of row {b - 1} and of its request")
         end = positions[b - 1][-1]
         if positions[b][0] != -1 and (end == -1 or positions[b][0] != end + 1):

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from dscompile.models.deepseek_v41.cache import DeepseekV41Cache
-from dscompile.models.deepseek_v41.plan import Pages, clean_positions, joined_positions, page_rows, read_rows
+from dscompile.models.deepseek_v41.plan import (
+    Pages,
+    clean_positions,
+    joined_positions,
+    known_rows,
+    page_rows,
+    read_rows,
+)
 
 
 class PagedDeepseekV41Cache(NamedTuple):
@@ -90,7 +97,8 @@ def ring_pages(cache: AnyCache, pool: Tensor) -> Pages | None:
     if not isinstance(cache, PagedDeepseekV41Cache):
         return None
     rows = (pool.shape[0] - 1) // cache.state_pages
-    return Pages(cache.state_page, rows, pool.shape[0] - 1, cache.first_row)
+    first_row = None if cache.first_row is None else known_rows(cache.first_row)
+    return Pages(cache.state_page, rows, pool.shape[0] - 1, first_row)
 
 
 def group_rows(cache: AnyCache, ratio: int) -> Tensor | None:

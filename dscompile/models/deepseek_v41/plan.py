@@ -66,8 +66,14 @@ def joined_positions(positions: Tensor, max_tokens: Tensor, first_row: Tensor, p
     goes_on = (first_row == first_row.roll(1)) & (page == page.roll(1)) & (cleaned[:, -1] >= 0).roll(1)
     goes_on = goes_on & (start == start.roll(1) + positions.shape[1])
     breaks = (~(begins | goes_on)).long().cumsum(0)
-    whole = (first_row <= row) & (breaks == breaks[first_row])
+    whole = (first_row >= 0) & (first_row <= row) & (breaks == breaks[known_rows(first_row)])
     return clean_positions(torch.where(whole.unsqueeze(1), positions, -1), max_tokens)
+
+
+def known_rows(first_row: Tensor) -> Tensor:
+    """int64 [B] with the own row for a number that is none of the batch; such a row is padding (`joined_positions`)."""
+    row = torch.arange(first_row.shape[0], device=first_row.device)
+    return torch.where((first_row >= 0) & (first_row < first_row.shape[0]), first_row, row)
 
 
 def plan_window(positions: Tensor, width: int, pages: Pages | None = None) -> WindowPlan:
