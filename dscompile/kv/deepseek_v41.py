@@ -22,7 +22,7 @@ class PagedModel:
     """A model and the cache that its requests are in. Requests come and go between calls.
 
     Every call runs a batch of `rows` rows over block tables of the same width, so that a compiled `forward` has one
-    graph for decoding and one for everything longer; rows without a request are idle.
+    graph for decoding, one for everything longer, and one for packed batches; rows without a request are idle.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class PagedModel:
             starts.append(self.cache.pages.replay_from(request))
         if any(starts) and all(len(prompt) - start == 1 for prompt, start in zip(ids, starts)):
             starts = [max(start - 1, 0) for start in starts]  # a call of one token is a decode step
+        bounds = chunk_bounds(max(len(p) - s for p, s in zip(ids, starts)), chunk_size)
         for number, prompt, start in zip(numbers, ids, starts):
             self._seed_tail(number, prompt, start)
         last = torch.zeros(0)
-        for begin, end in chunk_bounds(max(len(p) - s for p, s in zip(ids, starts)), chunk_size):
+        for begin, end in bounds:
             parts = [p[s + begin : min(s + end, len(p))] for p, s in zip(ids, starts)]
             logits = self._run(one_each(numbers, parts, [s + begin for s in starts]), end - begin)
             if not last.numel():
