@@ -35,9 +35,10 @@ class Outbox:
 
     The first in is the first out: what nobody has room for now holds up what comes after it, and, as its pages are not
     free before, in the end the prompts that wait for pages. What each receiver refuses for good, as its ranks may have
-    unlike limits, is given up when the last one has: `failed`. A receiver that gave up a bundle ("aborted") does not
-    listen any more, and gets no others. Any other failure, or no receiver that is left, stops the thread; it is raised
-    by the next call of `arrived`, and no request is reported as arrived that is not.
+    unlike limits, is given up when the last one has: `failed`. A receiver that gave up a bundle ("aborted") or gives no
+    answer counts as gone, and gets no others; the bundle goes to another one. If it was the answer that was lost, both
+    have the request then, and generate the same tokens. No receiver that is left, or any other failure, stops the
+    thread; it is raised by the next call of `arrived`, and no request is reported as arrived that is not.
     """
 
     def __init__(self, receivers: Sequence[Transport], timeout: float, pause: float = 0.01) -> None:
@@ -51,7 +52,7 @@ class Outbox:
         self._failed: deque[Failed] = deque()
         self._unwanted: set[str] = set()  # ids of bundles: a name may come again
         self._refusals: dict[int, list[TransferRefused]] = {}  # by receiver, of the first bundle
-        self._gone: set[int] = set()  # receivers that do not listen any more
+        self._gone: dict[int, TransferError] = {}  # by receiver that does not listen any more
         self._error: BaseException | None = None
         self._stop = False
         self._next = 0
@@ -111,8 +112,9 @@ class Outbox:
                 self._next = which + 1
                 return True
         if len(self._gone) == len(self._receivers):
-            raise TransferError(f"none of {len(self._receivers)} receivers listens any more")
-        left = set(range(len(self._receivers))) - self._gone
+            said = "; ".join(f"receiver {which}: {error}" for which, error in sorted(self._gone.items()))
+            raise TransferError(f"none of {len(self._receivers)} receivers listens any more: {said}")
+        left = set(range(len(self._receivers))) - self._gone.keys()
         if all(self._hopeless(which) for which in left):
             last = {which: self._refusals[which][-1] for which in sorted(left)}
             reason = ", ".join(sorted({error.reason for error in last.values()}))
@@ -131,9 +133,12 @@ class Outbox:
             if error.reason == "pages":
                 self.sent.refused += 1
             elif error.reason == "aborted":
-                self._gone.add(which)
+                self._gone[which] = error
             else:
                 self._refusals.setdefault(which, []).append(error)
+            return False
+        except TransferError as error:
+            self._gone[which] = error
             return False
         finally:
             self.sent.seconds += time.perf_counter() - began

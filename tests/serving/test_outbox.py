@@ -11,7 +11,7 @@ import pytest
 
 from dscompile.kv.bundle import KVBundle, export_kv
 from dscompile.kv.memory_transport import SharedMemoryTransport
-from dscompile.kv.transfer import TransferRefused
+from dscompile.kv.transfer import TransferError, TransferRefused
 from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.outbox import Outbox
 from dscompile.serving.prefill import PrefillLoop
@@ -22,7 +22,7 @@ from support.serving import SECONDS, Bytes, until
 
 
 class Says:
-    """A receiver's answers to one bundle after the other, None for one that it takes. Then it takes all."""
+    """A receiver's answers to one bundle after the other: None takes it, "" is no answer. Then it takes all."""
 
     def __init__(self, *answers: str | None) -> None:
         self.answers = list(answers)
@@ -30,6 +30,8 @@ class Says:
 
     def send(self, bundle: KVBundle, timeout: float) -> None:
         answer = self.answers.pop(0) if self.answers else None
+        if answer == "":
+            raise TransferError("no answer from the receiver in 2 s")
         if answer is not None:
             raise TransferRefused(answer, f"{answer}: 7, allowed: 6")
         self.got.append(bundle.header.note["name"])
@@ -82,13 +84,14 @@ def test_a_bundle_that_was_spoilt_on_its_way_is_tried_again_but_not_for_ever() -
     assert arrived == [1] and [(each.name, each.reason) for each in failed] == [(0, "damaged")]
 
 
-def test_a_receiver_that_gave_up_is_not_asked_again() -> None:
-    gone, other = Says("aborted"), Says("pages")
+@pytest.mark.parametrize("answer", ["aborted", ""])
+def test_a_receiver_that_gave_up_or_does_not_answer_is_not_asked_again(answer: str) -> None:
+    gone, other = Says(answer), Says("pages")
     arrived, failed, _ = through([gone, other], 3)
     assert arrived == other.got == [0, 1, 2] and not failed and not gone.got
     with pytest.raises(RuntimeError, match="a hand-over failed") as error:
-        through([Says("aborted")], 1)
-    assert "none of 1 receivers listens" in str(error.value.__cause__)
+        through([Says(answer)], 1)
+    assert "none of 1 receivers listens any more: receiver 0: " in str(error.value.__cause__)
 
 
 def test_a_name_that_was_aborted_may_come_again() -> None:
