@@ -227,14 +227,17 @@ def test_overflow_takes_the_exact_form(tmp_path: Path) -> None:
 FIVE_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 5, "compress_ratios": (0, 2, 2, 1, 1), "kv_source_layer_ids": (1, 3),
     "index_source_layer_ids": (1, 3, 4), "candidate_source_layer_id": 3,
-    "hc_sinkhorn_iters": 1,  # every iteration is traced in every rank
 }  # fmt: skip
 
 
 @torch.no_grad()
-def whole_model(rank: int, dtype: torch.dtype, inductor: bool) -> None:
-    """V4.1: a prompt in the exact form, then single tokens in the padded one, against the model in one process."""
-    model = v41_model(dtype, **FIVE_LAYERS)
+def whole_model(rank: int, dtype: torch.dtype, inductor: bool, iterations: int) -> None:
+    """V4.1: a prompt in the exact form, then single tokens in the padded one, against the model in one process.
+
+    A stored code next to a rounding boundary may fall to its other side, which moves all logits by some 1e-4; a token
+    that went to a wrong expert, or came back to a wrong place, moves them by a good part of themselves.
+    """
+    model = v41_model(dtype, hc_sinkhorn_iters=iterations, **FIVE_LAYERS)
     length = 9 + 2 * rank
     ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(rank))
     steps = [(ids, torch.arange(length).expand(2, -1).contiguous())]
@@ -246,12 +249,12 @@ def whole_model(rank: int, dtype: torch.dtype, inductor: bool) -> None:
     options = {"mesh": dist.group.WORLD, "inductor": inductor, "expert_load": True}
     prefill = torch.compile(model, backend="dsv4", options={**options, "role": "prefill"})
     decode = torch.compile(model, backend="dsv4", options={**options, "role": "decode", "expert_capacity": 2})
-    for step, expected in zip(steps, want):
-        got = (prefill if step[0].shape[1] > 1 else decode)(*step, caches[1])
-        if dtype == torch.float32:
-            assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
-        else:
-            same_tokens(got, expected)
+    got = [(prefill if step[0].shape[1] > 1 else decode)(*step, caches[1]) for step in steps]
+    if dtype != torch.float32:
+        same_tokens(torch.cat(got, 1), torch.cat(want, 1))
+        return
+    for ours, expected in zip(got, want):
+        assert float((ours - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
 
 
 def same_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -264,7 +267,7 @@ def same_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def test_whole_model(tmp_path: Path) -> None:
-    run_ranks(whole_model, 2, tmp_path, torch.float32, False)
+    run_ranks(whole_model, 2, tmp_path, torch.float32, False, 2)  # every iteration is traced in every rank
 
 
 @pytest.mark.slow
@@ -273,4 +276,4 @@ def test_whole_model(tmp_path: Path) -> None:
     [(4, torch.float32, False), (8, torch.float32, False), (2, torch.bfloat16, False), (2, torch.float32, True)],
 )
 def test_whole_model_more(ranks: int, dtype: torch.dtype, inductor: bool, tmp_path: Path) -> None:
-    run_ranks(whole_model, ranks, tmp_path, dtype, inductor, seconds=600)
+    run_ranks(whole_model, ranks, tmp_path, dtype, inductor, 20, seconds=600)
