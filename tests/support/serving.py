@@ -20,6 +20,8 @@ from dscompile.kv.cache import PagedCache
 from dscompile.kv.deepseek_v41 import PagedModel
 from dscompile.kv.pages import OutOfPages
 from dscompile.kv.transfer import TransferError
+from dscompile.miniatures import v41_model
+from dscompile.models.deepseek_v41 import DeepseekV41ForCausalLM
 from dscompile.serving.decode import DecodeLoop
 from dscompile.serving.prefill import PrefillLoop
 from dscompile.serving.requests import Request
@@ -86,6 +88,25 @@ class Bytes:
         while len(tokens) < request.tokens:
             tokens.append(int(model.step([number], [tokens[-1:]]).argmax()))
         return tuple(tokens)
+
+
+def small_model(dtype: torch.dtype) -> DeepseekV41ForCausalLM:
+    """Window only; Full and Reuse of ratio 2; Full of ratio 1. 32 index heads keep scores clear of ties."""
+    return v41_model(
+        dtype, num_hidden_layers=4, compress_ratios=(0, 2, 2, 1), kv_source_layer_ids=(1, 3),
+        index_source_layer_ids=(1, 3), candidate_source_layer_id=3, index_n_heads=32, hidden_size=64, vocab_size=96,
+        engram_layer_ids=(1,),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def behind(model: DeepseekV41ForCausalLM, request: Request, tokens: Sequence[int]) -> float:
+    """By how much the last of `tokens` is behind the best one that follows the others, in the logits' deviations."""
+    start, cache = len(request.prompt), model.new_cache(1, request.room)
+    logits = model(torch.tensor([request.prompt]), torch.arange(start)[None], cache)[0, -1]
+    for at, token in enumerate(tokens[:-1], start):
+        logits = model(torch.tensor([[token]]), torch.tensor([[at]]), cache)[0, -1]
+    return float((logits.max() - logits[tokens[-1]]) / logits.std())
 
 
 def draw_requests(count: int, longest: int, tokens: int, vocab: int, seed: int = 0) -> list[Request]:
