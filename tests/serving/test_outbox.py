@@ -122,13 +122,13 @@ def test_ranks_with_unlike_limits() -> None:
         threading.Thread(target=serve_decode, args=(loop, [end], order, told.put, SECONDS), daemon=True)
         for loop, end, order in zip(decodes, ends, orders[1:])
     ]
-    for thread in threads:
-        thread.start()
     # 11 tokens to store, too many for both, too many for one, a prompt too long, and short ones behind them
     asked = [Request(0, (1,) * 8, 4), Request(1, (2,) * 8, 40), Request(2, (3,) * 8, 20), Request(3, (4,) * 65, 2)]
     asked += [Request(name, (name, 5), 4) for name in range(4, 8)]
     for request in (*asked, Request(0, (1,) * 8, 4)):
         orders[0].put(request)
+    for thread in threads:  # only now, so that the last one comes while the one of its name is there
+        thread.start()
     words: list[Any] = []
     while sum(isinstance(word, Finished | Failed) for word in words) < 9:
         words.append(told.get(timeout=SECONDS))
