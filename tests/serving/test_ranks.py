@@ -82,7 +82,6 @@ def test_two_and_two_ranks() -> None:
         if request.name in done:
             assert done[request.name] == Bytes.alone(request)
     assert router.tokens == [0, 0]
-    assert sum(each.sent.refused for each in outboxes) > 0
     assert all(loop.paged.cache.pages.used_bytes == 0 for loop in (*prefills, *decodes))
     assert all(each.work.requests for each in (*prefills, *decodes)), "every rank had some"
 
